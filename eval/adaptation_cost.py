@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from eval.baselines.methods import ADAPTING
-from eval.baselines.options import LMOption, chosen_methods, open_factory
+from eval.baselines.options import ADAPTING, LMOption, chosen_methods
 from eval.harness.command import BatchOption, DeviceOption, OutputOption, ScaleOption, SeedOption, report
 from eval.harness.scales import SCALES
 from eval.harness.streams import DataOption, DocumentsOption, ModelByScale, open_stream
@@ -53,6 +52,7 @@ def main(
     from eval.harness.results import result_path
 
     path = result_path(output, "adaptation_cost")
+    from eval.baselines.factory import open_factory
     from mac_rag.errors import ConfigError
 
     names = chosen_methods(methods, ADAPTING)

@@ -127,9 +127,9 @@ def measure(
 
 
 def groups(questions: int, documents: int, size: int) -> Iterator[range]:
-    """Consecutive ranges of `size` documents that together cover the documents of all questions, in order.
+    """Yields consecutive ranges of `size` documents that together cover the documents of all questions, in order.
 
-    Where the stream ends before the last range is full, that range starts earlier.
+    If the stream ends before the last range is full, that range starts earlier.
     """
     for first in range(0, questions, size):
         stop = min(first + size, documents)
@@ -137,7 +137,7 @@ def groups(questions: int, documents: int, size: int) -> Iterator[range]:
 
 
 def part_of(bank: Bank, documents: Sequence[Document]) -> MemoryBank:
-    """A new bank with some documents of another bank; their memory tokens are copied, not encoded again."""
+    """Makes a bank with some documents of another bank; copies their memory tokens instead of encoding again."""
     import torch
 
     from mac_rag.memory.bank import MemoryBank

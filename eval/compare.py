@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import typer
 
@@ -14,13 +13,13 @@ from mac_rag.cli.terminal import cell, say, show_table
 
 if TYPE_CHECKING:
     from eval.harness.bootstrap import Interval
-    from eval.harness.results import Result, Sample, Verdict
+    from eval.harness.results import Sample, Verdict
 
-FIGURES = ("em", "f1", "em_prefix")
+FIGURES = {"em": "EM", "f1": "F1", "em_prefix": "prefix"}
+Pair = tuple["dict[str, Verdict]", "dict[str, Verdict]"]  # verdicts of A and of B on one question, by row
 
 
-@dataclass(frozen=True)
-class Difference:
+class Difference(NamedTuple):
     """One figure of a row of A and of a row of B over the same questions.
 
     Attributes:
@@ -56,12 +55,22 @@ def main(
     Both results must be of the same data set and split. To compare two rows of one result, give its file twice.
     """
     from eval.harness.results import Result
+    from mac_rag.errors import DataError
 
     ours, theirs = Result.read(a), Result.read(b)
-    check_data(ours, theirs, a, b)
+    for path, result in ((a, ours), (b, theirs)):
+        if result.samples is None:
+            raise DataError(f"{path} ({result.experiment}) asked no questions that could be compared one by one")
+    if ours.data and theirs.data:
+        one, other = (f"{data.name} ({data.split})" for data in (ours.data, theirs.data))
+        if one != other:
+            raise DataError(f"the results are of different data: {a} of {one}, {b} of {other}")
     pairs = shared_samples(ours.read_samples(a), theirs.read_samples(b), a, b)
-    differences = compare(pairs, chosen_rows(pairs, row or [], against, a, b), seed)
-    _show(differences, a, b, len(pairs))
+    differences = compare(pairs, _chosen_rows(pairs, row or [], against, a, b), seed)
+    say(f"A = {a}")
+    say(f"B = {b}")
+    say(f"{len(pairs):,} questions; percent; * where the 95 % interval leaves out zero")
+    _show(differences)
     for path, result in ((a, ours), (b, theirs)):
         count = result.samples.count if result.samples else 0
         if count != len(pairs):
@@ -70,27 +79,8 @@ def main(
         say(f"The streams differ in length: {ours.data.documents:,} and {theirs.data.documents:,} documents.")
 
 
-def check_data(ours: Result, theirs: Result, a: Path, b: Path) -> None:
-    """Refuses results without questions, and results of different data.
-
-    Raises:
-        DataError: with the names of the files.
-    """
-    from mac_rag.errors import DataError
-
-    for path, result in ((a, ours), (b, theirs)):
-        if result.samples is None:
-            raise DataError(f"{path} ({result.experiment}) asked no questions that could be compared one by one")
-    if ours.data and theirs.data:
-        one, other = (f"{data.name} ({data.split})" for data in (ours.data, theirs.data))
-        if one != other:
-            raise DataError(f"the results are of different data: {a} of {one}, {b} of {other}")
-
-
-def shared_samples(
-    ours: Sequence[Sample], theirs: Sequence[Sample], a: Path, b: Path
-) -> list[tuple[dict[str, Verdict], dict[str, Verdict]]]:
-    """The verdicts of A and of B, by row, on each question that both asked, in the order of A.
+def shared_samples(ours: Sequence[Sample], theirs: Sequence[Sample], a: Path, b: Path) -> list[Pair]:
+    """Pairs the verdicts of A and of B on each question that both asked, in the order of A.
 
     Raises:
         DataError: if they have no question in common, or one id stands for different questions.
@@ -114,14 +104,10 @@ def shared_samples(
     return pairs
 
 
-def chosen_rows(
-    pairs: Sequence[tuple[dict[str, Verdict], dict[str, Verdict]]],
-    rows: Sequence[str],
-    against: str | None,
-    a: Path,
-    b: Path,
+def _chosen_rows(
+    pairs: Sequence[Pair], rows: Sequence[str], against: str | None, a: Path, b: Path
 ) -> list[tuple[str, str]]:
-    """The rows of A to compare, each with its row of B.
+    """Selects the rows of A to compare, each with its row of B.
 
     Raises:
         ConfigError: for a row that a result does not have; the message names the rows that it has.
@@ -141,16 +127,8 @@ def chosen_rows(
     return row_pairs
 
 
-def compare(
-    pairs: Sequence[tuple[dict[str, Verdict], dict[str, Verdict]]], rows: Sequence[tuple[str, str]], seed: int = 0
-) -> list[Difference]:
-    """The figures of each pair of rows and their differences, A less B.
-
-    Args:
-        pairs: the verdicts of A and of B, by row, on each question.
-        rows: pairs of a row of A and the row of B to compare it with.
-        seed: random seed of the bootstrap.
-    """
+def compare(pairs: Sequence[Pair], rows: Sequence[tuple[str, str]], seed: int = 0) -> list[Difference]:
+    """Computes the figures of each pair of a row of A and a row of B, and their difference, A less B."""
     from eval.harness.bootstrap import paired_interval
 
     differences = []
@@ -159,30 +137,26 @@ def compare(
             ours = [float(getattr(mine[name], figure)) for mine, _ in pairs]
             theirs = [float(getattr(yours[other], figure)) for _, yours in pairs]
             interval = paired_interval(ours, theirs, seed=seed)
-            differences.append(
-                Difference(name, other, figure, sum(ours) / len(ours), sum(theirs) / len(theirs), interval)
-            )
+            means = sum(ours) / len(ours), sum(theirs) / len(theirs)
+            differences.append(Difference(name, other, figure, *means, interval))
     return differences
 
 
-def _show(differences: Sequence[Difference], a: Path, b: Path, questions: int) -> None:
+def _show(differences: Sequence[Difference]) -> None:
     from rich.table import Table
 
-    say(f"A = {a}")
-    say(f"B = {b}")
-    say(f"{questions:,} questions; percent; * where the 95 % interval leaves out zero")
     table = Table()
-    table.add_column("", overflow="fold")  # where the terminal is narrow, names take more lines, and no figure is cut
+    table.add_column("", overflow="fold")  # on a narrow terminal names take more lines, and no figure is cut
     for header in ("figure", "A", "B", "A - B (95 %)", ""):
         table.add_column(header, justify="left" if header == "figure" else "right", no_wrap=True)
-    for index, entry in enumerate(differences):
-        interval = entry.interval
-        if index and index % len(FIGURES) == 0:
+    for entry in differences:
+        interval, is_first = entry.interval, entry.figure == "em"
+        if is_first:
             table.add_section()
         names = entry.row if entry.row == entry.against else f"{entry.row} / {entry.against}"
         table.add_row(
-            cell(names if index % len(FIGURES) == 0 else ""),
-            {"em": "EM", "f1": "F1", "em_prefix": "prefix"}[entry.figure],
+            cell(names if is_first else ""),
+            FIGURES[entry.figure],
             f"{100 * entry.ours:.1f}",
             f"{100 * entry.theirs:.1f}",
             f"{100 * interval.mean:+.1f} ({100 * interval.low:+.1f}, {100 * interval.high:+.1f})",

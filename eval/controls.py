@@ -83,7 +83,7 @@ def main(
 
 
 def errors_in_words(measures: Mapping[str, float]) -> str:
-    """The memory's errors of each kind, as `eval.harness.controls` measures them, in a sentence."""
+    """Writes the memory's errors of each kind, as `eval.harness.controls` measures them, in a sentence."""
     right, wrong_document, read_wrong = (
         f"{100 * measures[name]:.1f} % ({100 * measures[f'{name}_low']:.1f} to {100 * measures[f'{name}_high']:.1f})"
         for name in ("attended_right", "wrong_document", "read_wrong")

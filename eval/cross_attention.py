@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import typer
 
@@ -21,7 +21,8 @@ if TYPE_CHECKING:
     from mac_rag.model import MACModel
     from mac_rag.nn.attention import Chunk
 
-KINDS = ("bm25", "random")
+KINDS = ("bm25", "random")  # of distractors
+DISTRACTORS = 5  # documents beside the gold document, which holds the answer
 
 
 def main(
@@ -29,16 +30,13 @@ def main(
     model: ModelByScale = None,
     data: DataOption = None,
     scale: ScaleOption = "tiny",
-    distractors: Annotated[
-        int, typer.Option(min=1, help="Documents beside the gold document, which holds the answer.")
-    ] = 5,
     documents: DocumentsOption = None,
     questions: QuestionsOption = None,
     seed: SeedOption = 0,
     device: DeviceOption = None,
     output: OutputOption = None,
 ) -> None:
-    """Map the last block's cross-attention over the gold document and distractors: the best others by BM25, or random.
+    """Map the last block's cross-attention over the gold document and five distractors, by BM25 or at random.
 
     Each kind of distractors has a row with the attention mass on the gold document, and a map with one row for each
     memory token of each document: its attention, a mean over questions, question tokens and heads. A model with a
@@ -52,12 +50,12 @@ def main(
     from mac_rag.errors import ConfigError
     from mac_rag.model import MACModel
 
-    if distractors >= len(dataset.documents):
-        raise ConfigError(f"--distractors is {distractors}, but the stream has only {len(dataset.documents)} documents")
+    if len(dataset.documents) <= DISTRACTORS:
+        raise ConfigError(f"the map has {DISTRACTORS + 1} documents, but the stream has only {len(dataset.documents)}")
     loaded = MACModel.from_pretrained(setup.model, device=device)
     rows, cells = [], []
     for kind in KINDS:
-        beside = distracting(dataset, kind, distractors, seed)
+        beside = distracting(dataset, kind, DISTRACTORS, seed)
         maps = attention_map(loaded, dataset, beside)
         rows.append(summary(f"{kind} distractors", kind, maps))
         cells += map_rows(kind, maps)
@@ -78,11 +76,11 @@ def main(
 
 
 def distracting(dataset: QADataset, kind: str, count: int, seed: int) -> list[list[Document]]:
-    """`count` distractors for each question: documents other than its gold document.
+    """Draws `count` distractors for each question: documents other than its gold document.
 
     Args:
         dataset: the stream with its questions.
-        kind: `bm25` for the documents that BM25 ranks first, filled up with random ones where it finds fewer; or
+        kind: `bm25` for the documents that BM25 ranks first, filled up with random ones if it finds fewer; or
             `random`.
         count: number of distractors, below the number of documents.
         seed: random seed of the random distractors.
@@ -107,10 +105,10 @@ def distracting(dataset: QADataset, kind: str, count: int, seed: int) -> list[li
 
 
 def attention_map(model: MACModel, dataset: QADataset, distractors: Sequence[Sequence[Document]]) -> Tensor:
-    """The last block's attention `[N, T, documents, T]` of N questions, over the gold document and its distractors.
+    """Computes the last block's attention `[N, T, documents, T]` of N questions over gold documents and distractors.
 
-    The attention is a mean over heads and sums to 1 for each question token. A document in several chunks is cut to the
-    first.
+    The attention is a mean over heads and sums to 1 for each question token. Of a document in several chunks only the
+    first one counts.
     """
     import torch
 
@@ -150,7 +148,7 @@ class _Recorder:
 
 
 def summary(name: str, kind: str, maps: Tensor) -> Row:
-    """A row with the mean attention mass on the gold document and on the strongest distractor.
+    """Makes a row of the mean attention mass on the gold document and on the strongest distractor.
 
     Args:
         name: name of the row.
@@ -174,7 +172,7 @@ def summary(name: str, kind: str, maps: Tensor) -> Row:
 
 
 def map_rows(kind: str, maps: Tensor) -> list[Row]:
-    """The mean map as rows, one for each memory token of each document; their masses sum to 1."""
+    """Makes a row of the mean map for each memory token of each document; their masses sum to 1."""
     from eval.harness.results import Row
 
     return [

@@ -20,8 +20,6 @@ from eval.harness.streams import (
 from mac_rag.cli.run import run_command
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from eval.harness.results import Row
     from mac_rag.data.types import QADataset
     from mac_rag.model import MACModel
@@ -61,9 +59,8 @@ def main(
 ) -> None:
     """Measure the memory of a training step by K and the dropout ratio p, and what p does to answers.
 
-    `peak_mb` is the peak memory of the forward and backward pass of one step, beyond the weights and their gradients,
-    as torch.cuda reports it on a GPU and from the allocations that torch's profiler records on a CPU. `saved_mb` is the
-    size of the tensors that the forward pass saves for the backward pass, each counted once, without the weights.
+    `peak_mb` is the peak memory of the forward and backward pass of one step, beyond the weights and their gradients.
+    On a GPU torch.cuda reports it; on a CPU it comes from the allocations that torch's profiler records.
 
     Trained models stay beside the result, in variants/, and are not trained twice.
     """
@@ -83,7 +80,7 @@ def main(
     variants = []
     for name, (count, passes, share) in table.items():
         changes: dict[str, Any] = {"backprop_dropout": share, "trainer": {"batch_size": count, "accumulate": passes}}
-        peak = step_memory(loaded, first_batch(loaded, stream, count), share, seed)[0]
+        peak = step_memory(loaded, first_batch(loaded, stream, count), share, seed)
         recipe = training.recipe("amortization", changes)
         variants.append(Variant(name, recipe, {"K": count, "p": share}, {"memory_gb": peak / 1e9}))
     run_variants(
@@ -100,7 +97,7 @@ def main(
 
 
 def memory_rows(model: MACModel, stream: QADataset, counts: list[int], seed: int) -> list[Row]:
-    """A row with peak and saved memory for each K and each dropout ratio p.
+    """Measures a row with the peak memory for each K and each dropout ratio p.
 
     Raises:
         ConfigError: if the stream has too few documents with questions.
@@ -112,19 +109,19 @@ def memory_rows(model: MACModel, stream: QADataset, counts: list[int], seed: int
         batch = first_batch(model, stream, count)
         for share in (*SHARES, MINIMUM):
             ratio = 1 - 1 / count if isinstance(share, str) else share
-            peak, saved = step_memory(model, batch, ratio, seed)
+            peak = step_memory(model, batch, ratio, seed)
             rows.append(
                 Row(
                     name=f"K = {count}, p = {share}",
                     settings={"K": count, "p": share},
-                    measures={"peak_mb": peak / 1e6, "saved_mb": saved / 1e6},
+                    measures={"peak_mb": peak / 1e6},
                 )
             )
     return rows
 
 
 def first_batch(model: MACModel, stream: QADataset, count: int) -> Batch:
-    """The first documents of a stream, cut to the model's limit, with one question on each.
+    """Makes a batch of a stream's first documents, cut to the model's limit, with one question on each.
 
     Raises:
         ConfigError: if the stream has too few documents with questions.
@@ -145,57 +142,38 @@ def first_batch(model: MACModel, stream: QADataset, count: int) -> Batch:
     )
 
 
-def step_memory(model: MACModel, batch: Batch, dropout: float, seed: int) -> tuple[int, int]:
-    """The memory of one training step (equation 2), beyond weights and gradients.
+def step_memory(model: MACModel, batch: Batch, dropout: float, seed: int) -> int:
+    """Measures the peak bytes of one training step (equation 2), beyond weights and gradients.
 
-    The gradients are allocated before, as in every step but the first.
+    The gradients are allocated before the step, as in every step but the first.
 
     Args:
         model: the model to train; it is in evaluation mode afterwards, without gradients.
         batch: K documents with one question each.
         dropout: back-propagation dropout ratio p.
         seed: random seed of the dropped documents.
-
-    Returns:
-        Bytes at the peak, and bytes of the tensors that the forward pass saves for the backward pass.
     """
     import torch
-    from torch.autograd.graph import saved_tensors_hooks
 
     from eval.harness.allocations import allocated_peak
     from pipelines.objective import LossWeights, mac_loss
 
-    weights = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
-    saved: dict[int, int] = {}
-
-    def pack(tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in weights:
-            saved[storage.data_ptr()] = storage.nbytes()
-        return tensor
-
-    def loss() -> Tensor:
-        torch.manual_seed(seed)
-        return mac_loss(model, batch, LossWeights(), backprop_dropout=dropout)[0]["loss"]
-
     def step() -> None:
-        loss().backward()
+        torch.manual_seed(seed)
+        mac_loss(model, batch, LossWeights(), backprop_dropout=dropout)[0]["loss"].backward()
 
     model.train()
     for parameter in model.parameters():
         if parameter.requires_grad:
             parameter.grad = torch.zeros_like(parameter)
-    with saved_tensors_hooks(pack, lambda tensor: tensor):
-        graph = loss()  # keeps the saved tensors alive, so that no address is used twice
-    del graph
     peak = allocated_peak(step, model.device)[1]
     model.zero_grad(set_to_none=True)
     model.eval()
-    return peak, sum(saved.values())
+    return peak
 
 
 def _to_train(name: str) -> MACModel:
-    """A preset built from its pretrained parts, or a checkpoint."""
+    """Builds a preset from its pretrained parts, or loads a checkpoint."""
     import os
 
     from mac_rag.lm.devices import default_device

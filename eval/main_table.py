@@ -1,4 +1,4 @@
-"""MAC against online fine-tuning and other baselines (tables 1 and 9): `python -m eval.main_table --help`."""
+"""MAC against online fine-tuning and other baselines (tables 1, 9 and 10): `python -m eval.main_table --help`."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from eval.baselines.methods import METHODS
-from eval.baselines.options import LMOption, TrainedOption, chosen_methods, open_factory, searched_notes
+from eval.baselines.options import METHODS, LMOption, chosen_methods
 from eval.harness.command import BatchOption, DeviceOption, OutputOption, ScaleOption, SeedOption, report
 from eval.harness.scales import SCALES
 from eval.harness.streams import DataOption, DocumentsOption, ModelByScale, QuestionsOption, open_stream
@@ -30,9 +29,6 @@ def main(
     ] = ",".join(METHODS),
     documents: DocumentsOption = None,
     questions: QuestionsOption = None,
-    retriever: Annotated[
-        str, typer.Option(help="Retriever of the method retriever: bm25, minilm, hybrid, ...")
-    ] = "bm25",
     learning_rate: Annotated[
         float | None,
         typer.Option(
@@ -41,14 +37,9 @@ def main(
             show_default="searched for each method on validation documents",
         ),
     ] = None,
-    tuning_steps: Annotated[
-        int,
-        typer.Option(min=0, help="Steps of tuning a fine-tuned LM on training questions, after adaptation."),
-    ] = 0,
     seed: SeedOption = 0,
     batch_size: BatchOption = 32,
     device: DeviceOption = None,
-    trained: TrainedOption = None,
     lm: LMOption = None,
     output: OutputOption = None,
 ) -> None:
@@ -68,23 +59,12 @@ def main(
 
     import torch
 
+    from eval.baselines.factory import open_factory, searched_notes
     from eval.harness.protocol import samples
     from eval.harness.systems import ask
     from mac_rag.errors import ConfigError, QuantizationError
 
-    factory = open_factory(
-        setup,
-        path,
-        scale=scale,
-        data=data,
-        seed=seed,
-        device=device,
-        batch_size=batch_size,
-        trained=trained,
-        tuning_steps=tuning_steps,
-        retriever=retriever,
-        lm=lm,
-    )
+    factory = open_factory(setup, path, scale=scale, data=data, seed=seed, device=device, batch_size=batch_size, lm=lm)
     rows: list[Row] = []
     verdicts: dict[str, list[Verdict]] = {}
     not_run: dict[str, str] = {}

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from eval.baselines.options import LMOption, RateOption, TrainedOption, chosen_methods
+from eval.baselines.options import LMOption, RateOption, chosen_methods
 from eval.harness.command import BatchOption, DeviceOption, OutputOption, ScaleOption, SeedOption, report
 from eval.harness.scales import SCALES
 from eval.harness.streams import DocumentsOption, ModelByScale, QuestionsOption, open_stream
@@ -40,7 +40,6 @@ def main(
     seed: SeedOption = 0,
     batch_size: BatchOption = 32,
     device: DeviceOption = None,
-    trained: TrainedOption = None,
     lm: LMOption = None,
     output: OutputOption = None,
 ) -> None:
@@ -55,37 +54,25 @@ def main(
     path = result_path(output, "ood")
     method_names = chosen_methods(methods)
     setup = SCALES[scale]["ood"].override(model=model, documents=documents, questions=questions)
-    streams = (
-        []
-        if scale == "paper"
-        else [open_stream(None, "test", setup.documents, setup.questions, seed=seed, scale=scale)[0]]
-    )
-    names = [None] if data is None else data.split(",")
     if scale == "paper" and trained_on is None:
         raise ConfigError("--scale paper trains on the paper's data sets; give the one of training with --trained-on")
-    if data is None and scale == "tiny":
+    names: list[str | None] = [None] if scale == "tiny" else []
+    names += [] if data is None else data.split(",")
+    streams = [
+        open_stream(name, "test", setup.documents, setup.questions, seed=seed, scale=scale)[0]
+        for name in names or [None]
+    ]
+    if data is None:
         streams.append(paired(streams[0]))
-    else:
-        streams += [
-            open_stream(name, "test", setup.documents, setup.questions, seed=seed, scale=scale)[0] for name in names
-        ]
     twice = sorted({stream.name for stream in streams if [each.name for each in streams].count(stream.name) > 1})
     if twice:
         raise ConfigError(f"--data names {', '.join(twice)} twice; run them one by one")
-    from eval.baselines.options import open_factory
+    from eval.baselines.factory import open_factory
     from eval.harness.protocol import samples
     from eval.harness.systems import ask
 
     factory = open_factory(
-        setup,
-        path,
-        scale=scale,
-        data=trained_on,
-        seed=seed,
-        device=device,
-        batch_size=batch_size,
-        trained=trained,
-        lm=lm,
+        setup, path, scale=scale, data=trained_on, seed=seed, device=device, batch_size=batch_size, lm=lm
     )
     rows: list[Row] = []
     sampled: list[Sample] = []
@@ -109,7 +96,7 @@ def main(
 
 
 def paired(stream: QADataset) -> QADataset:
-    """The same stories and questions, with two neighbouring stories in each document: twice as long as in training."""
+    """Joins neighbouring stories two by two, with the same questions: documents twice as long as in training."""
     from mac_rag.data.types import Document, QADataset, Question
 
     documents = []

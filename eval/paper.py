@@ -16,9 +16,7 @@ from mac_rag.cli.run import run_command
 from mac_rag.cli.terminal import say
 
 if TYPE_CHECKING:
-    from eval.harness.paper_plan import Step
-    from eval.harness.paper_rehearsal import Use, Variants
-    from eval.harness.paper_steps import StepRecord
+    from eval.harness.paper_plan import Step, StepRecord
     from eval.harness.results import Commit, Result
 
 
@@ -32,8 +30,7 @@ def main(
     data: Annotated[
         Path | None,
         typer.Option(
-            help="A folder with folders streamingqa, squad and archivalqa, or some of them.",
-            show_default="the generated newswire alone",
+            help="At the paper's scale, a folder with folders streamingqa, squad and archivalqa, or some of them.",
         ),
     ] = None,
     seed: Annotated[int, typer.Option(help="Random seed of every experiment.")] = 0,
@@ -42,8 +39,7 @@ def main(
         bool,
         typer.Option(
             "--dry-run",
-            help="Run nothing, but show each step's command, the models that it needs and how to train them, and the "
-            "sizes of all models, which are built without weights.",
+            help="Run nothing, but show each step's command, the trained models that it needs, and how to train them.",
         ),
     ] = False,
 ) -> None:
@@ -58,7 +54,7 @@ def main(
 
     planned = steps(scale, data, seed)
     if dry_run:
-        show_rehearsal(planned, scale, data, output)
+        show_plan(planned, scale, data, output)
         return
     try:
         output.mkdir(parents=True, exist_ok=True)
@@ -79,94 +75,32 @@ def main(
         raise typer.Exit(1)
 
 
-def show_rehearsal(planned: Sequence[Step], scale: Scale, data: Path | None, output: Path) -> None:
-    """Shows what steps would run.
+def show_plan(planned: Sequence[Step], scale: Scale, data: Path | None, output: Path) -> None:
+    """Shows what would run.
 
     Args:
         planned: the steps.
         scale: their scale.
         data: the folder with the data sets; None for none.
         output: the folder of results.
-
-    Raises:
-        typer.Exit: if a step could not run for another reason than data or trained models that are missing.
     """
-    from eval.harness.paper_rehearsal import models_to_train, rehearse, training_use
+    from eval.harness.paper_plan import models_needed, models_to_train
 
-    rehearsed = rehearse(planned, scale, trained_variants())
-    for each in rehearsed:
-        each.fault = each.fault or refusal(each.step, output)
-    models = models_to_train(rehearsed)
+    needs = {step.name: models_needed(step) if scale == "paper" else [] for step in planned}
+    models = models_to_train(path for paths in needs.values() for path in paths)
     if models:
         say("First, train:")
     for model in models:
-        folder = (data or Path("DATA")) / model.dataset
-        _show_use(training_use(model, folder), "" if folder.is_dir() else f"; bring {folder}")
-        say(f"    {model.command(folder)}")
-    for number, each in enumerate(rehearsed, 1):
-        say(f"[{number}/{len(rehearsed)}] {each.step.name}")
-        say(f"    {each.step.shown(output)}")
-        for use in each.uses:
-            _show_use(use, "")
-        if each.needs:
-            say(f"    needs {', '.join(each.needs)}")
-        if each.step.missing:
-            say(f"    data that you bring: {each.step.missing}")
-        if each.fault:
-            say(f"    cannot run: {each.fault}", err=True)
-    sizes = [use.bytes for each in rehearsed for use in each.uses]
-    largest = f"; the largest use takes about {max(sizes) / (1 << 30):.0f} GiB of one GPU" if sizes else ""
-    faults = sum(bool(each.fault) for each in rehearsed)
-    waiting = sum(bool(each.step.missing) for each in rehearsed)
-    say(
-        f"{len(rehearsed)} steps: {waiting} wait for data, {faults} cannot run; {len(models)} models to train first"
-        f"{largest}"
-    )
-    if faults:
-        raise typer.Exit(1)
-
-
-def refusal(step: Step, output: Path) -> str:
-    """Why a step's command would refuse its options; empty if it takes them."""
-    import importlib
-
-    from typer.main import get_command
-
-    app = typer.Typer()
-    try:
-        app.command()(importlib.import_module(f"eval.{step.experiment}").main)
-        get_command(app).make_context(step.name, list(step.command(output)[1:]))
-    except ImportError as error:
-        return f"there is no eval.{step.experiment}: {error}"
-    except Exception as error:
-        message = getattr(error, "format_message", None)  # of usage errors, whose class is private to typer
-        if message is None:
-            raise
-        return str(message())
-    return ""
-
-
-def _show_use(use: Use, more: str) -> None:
-    say(f"    {use.what}: {use.weights / 1e9:.2f} billion weights, about {use.bytes / (1 << 30):.1f} GiB{more}")
-
-
-def trained_variants() -> Variants:
-    """The variants that experiments train at the paper's scale, as their commands train them."""
-    from eval import amortization, dropout_memory, peft, perplexity, quantization
-
-    table = dropout_memory.TABLE["paper"]
-    return {
-        "peft": {name: ("modulation", {"model": {"modulation": {"kind": kind}}}) for name, kind in peft.KINDS.items()},
-        "amortization": {
-            name: ("amortization", amortization.changed(design)) for name, design in amortization.PAPER.items()
-        },
-        "quantization": {name: ("modulation", changes) for name, changes in quantization.PRECISIONS["paper"].items()},
-        "dropout_memory": {
-            name: ("amortization", {"backprop_dropout": p, "trainer": {"batch_size": k, "accumulate": passes}})
-            for name, (k, passes, p) in {**table, "a step of 32 documents": (32, 1, 0.0)}.items()
-        },
-        "perplexity": {"MAC": (None, {"model": {"prompt": perplexity.PROMPT}})},
-    }
+        say(f"    {model.command((data or Path('DATA')) / model.dataset)}")
+    for number, step in enumerate(planned, 1):
+        say(f"[{number}/{len(planned)}] {step.name}")
+        say(f"    {step.shown(output)}")
+        if needs[step.name]:
+            say(f"    needs {', '.join(needs[step.name])}")
+        if step.missing:
+            say(f"    data that you bring: {step.missing}")
+    waiting = sum(bool(step.missing) for step in planned)
+    say(f"{len(planned)} steps: {waiting} wait for data; {len(models)} models to train first")
 
 
 def run_steps(planned: Sequence[Step], output: Path) -> list[StepRecord]:
@@ -179,7 +113,7 @@ def run_steps(planned: Sequence[Step], output: Path) -> list[StepRecord]:
     Returns:
         The outcome of each step. The folder's file of records is updated after every step.
     """
-    from eval.harness.paper_steps import StepRecord, read_records, write_records
+    from eval.harness.paper_plan import StepRecord, read_records, write_records
     from eval.harness.results import checkout
 
     before = {record.name: record for record in read_records(output)}
@@ -188,25 +122,20 @@ def run_steps(planned: Sequence[Step], output: Path) -> list[StepRecord]:
         say("The checkout has uncommitted changes: finished steps are kept though the code may differ.")
     records: list[StepRecord] = []
     for number, step in enumerate(planned, 1):
-        known, head = before.get(step.name), f"[{number}/{len(planned)}] {step.name}"
-        record = StepRecord(
-            name=step.name, experiment=step.experiment, command=step.shown(output), status="not run",
-            reason=step.missing,
-        )  # fmt: skip
+        head = f"[{number}/{len(planned)}] {step.name}"
+        record = StepRecord(name=step.name, experiment=step.experiment, status="not run", reason=step.missing)
         if step.missing:
             say(f"{head}: not run: {step.missing}")
         elif finished(step, output, commit, digests):
-            record = record.model_copy(update={"status": "done", "seconds": known.seconds if known else None})
+            record = record.model_copy(update={"status": "done"})
             say(f"{head}: done before")
         else:
-            left = [minutes_of(later, before) for later in planned[number - 1 :] if not later.missing]
-            say(f"{head}: {_about(left[:1])}; {_about(left)} left in all, at most")
+            say(head)
             began = time.perf_counter()
             reason = run_step(step, output)
-            seconds = time.perf_counter() - began
-            status = "failed" if reason else "done"
-            record = record.model_copy(update={"status": status, "reason": reason, "seconds": seconds})
-            say(f"{' ' * len(head)}  {status} in {seconds / 60:.1f} min{f': {reason}' if reason else ''}")
+            minutes = (time.perf_counter() - began) / 60
+            record = record.model_copy(update={"status": "failed" if reason else "done", "reason": reason})
+            say(f"{' ' * len(head)}  {record.status} in {minutes:.1f} min{f': {reason}' if reason else ''}")
         records.append(record)
         rest = [before[later.name] for later in planned[number:] if later.name in before]
         write_records(output, [*records, *rest])
@@ -265,19 +194,6 @@ def finished(step: Step, output: Path, commit: Commit | None, digests: AnswerDig
     if (result.command, result.git) != (step.shown(output), commit):
         return False
     return result.model is None or digests.of(result.model.name) == result.model.answer_digest
-
-
-def minutes_of(step: Step, before: dict[str, StepRecord]) -> float | None:
-    """The expected minutes of a step: those of its last run here, or else the planned ones; None if unknown."""
-    known = before.get(step.name)
-    if known is not None and known.status == "done" and known.seconds is not None:
-        return known.seconds / 60
-    return step.minutes
-
-
-def _about(minutes: Sequence[float | None]) -> str:
-    known = [each for each in minutes if each is not None]
-    return f"about {max(1, round(sum(known)))} min" if len(known) == len(minutes) else "time unknown"
 
 
 if __name__ == "__main__":

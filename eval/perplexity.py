@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from eval.baselines.methods import FINE_TUNING
-from eval.baselines.options import RateOption, TrainedOption, chosen_methods, open_factory
+from eval.baselines.options import FINE_TUNING, RateOption, chosen_methods
 from eval.harness.command import BatchOption, OutputOption, ScaleOption, SeedOption, report
 from eval.harness.scales import SCALES
 from eval.harness.streams import (
@@ -37,6 +36,7 @@ if TYPE_CHECKING:
 
 BEGINNING = 0.1  # share of a document's tokens that the input encoder reads and the LM continues
 STEPS = 150  # of the training at the tiny scale
+TRAINING_DOCUMENTS = {"tiny": 2_500, "paper": 1_000_000}  # at most
 # No text around the beginning and the rest of a document: together they are the document.
 PROMPT = {"document": "{document}\n", "question": "{question}", "answer": " {answer}"}
 NOTE = (
@@ -55,7 +55,6 @@ def main(
         FINE_TUNING
     ),
     learning_rate: RateOption = None,
-    networks: TrainedOption = None,
     documents: DocumentsOption = None,
     seed: SeedOption = 0,
     batch_size: BatchOption = 32,
@@ -73,6 +72,7 @@ def main(
     names = chosen_methods(baselines, FINE_TUNING) if baselines else []
     setup = SCALES[scale]["perplexity"].override(model=model, documents=documents)
     stream, source = open_stream(data, "test", 2 * setup.documents, seed=seed, scale=scale)
+    from eval.baselines.factory import open_factory
     from eval.baselines.finetuning import FineTuning
     from eval.harness.variants import Training, trained
     from mac_rag.model import MACModel
@@ -82,7 +82,7 @@ def main(
     half = len(stream.documents) // 2
     adapted, unseen = stream.documents[:half], stream.documents[half:]
     models = {} if scale == "paper" else {"MAC, trained on questions": MACModel.from_pretrained(setup.model)}
-    models["MAC"] = trained(language_recipe(training, setup.training_documents), training.runs)
+    models["MAC"] = trained(language_recipe(training, TRAINING_DOCUMENTS[scale]), training.runs)
     rows = [perplexity_row("LM alone", models["MAC"], adapted, unseen, batch_size, lm=models["MAC"].base_lm)]
     for name, network in models.items():
         rows.append(perplexity_row(name, network, adapted, unseen, batch_size))
@@ -96,7 +96,6 @@ def main(
             seed=seed,
             device=None,
             batch_size=batch_size,
-            trained=networks,
         )
         for method in names:
             system = factory.make(method, learning_rate=learning_rate or factory.setup.retention_rate)
@@ -125,7 +124,7 @@ def perplexity_row(
     *,
     lm: BaseLM | None = None,
 ) -> Row:
-    """Perplexity on adapted and on unseen documents as one row.
+    """Measures perplexity on adapted and on unseen documents as one row.
 
     Args:
         name: name of the row.
@@ -157,7 +156,7 @@ def perplexity_row(
 def perplexity(
     model: MACModel, documents: Sequence[Document], phi: Tensor | None, batch_size: int, *, lm: BaseLM | None = None
 ) -> float:
-    """Perplexity of the tokens of documents after their first 10 %.
+    """Computes the perplexity of the tokens of documents after their first 10 %.
 
     Args:
         model: documents are cut to its limit, and its base LM reads them.
@@ -192,14 +191,14 @@ def perplexity(
 
 
 def cut(prompts: PromptEncoder, text: str) -> tuple[list[int], list[int]]:
-    """The ids of a document's first 10 % of tokens, at least one, and of the rest, at least one."""
+    """Cuts a document's ids after the first 10 % of its tokens; both parts have at least one."""
     ids = prompts.texts.ids(text.strip())
     count = min(max(1, round(BEGINNING * len(ids))), len(ids) - 1)
     return ids[:count], ids[count:]
 
 
 def language_recipe(training: Training, documents: int) -> TrainConfig:
-    """The recipe of language modelling: the first 10 % of a document's words are the question, the rest the answer.
+    """Makes the recipe of language modelling: a document's first 10 % of words are the question, the rest the answer.
 
     Args:
         training: where and how to train.
@@ -218,7 +217,7 @@ def language_recipe(training: Training, documents: int) -> TrainConfig:
 
 
 def continuations(stream: QADataset) -> QADataset:
-    """The documents of at least two words, each with its beginning as the question and its rest as the answer."""
+    """Makes a question of each document's beginning, whose answer is the rest; leaves out those of one word."""
     from mac_rag.data.types import Document, QADataset, Question
 
     documents, questions = [], []

@@ -1,5 +1,7 @@
 """The paper's protocol on any data set, one's own included: `python -m eval.qa --help`."""
 
+# ruff: noqa: ARG001 - options reach run_benchmark as context.params
+
 from __future__ import annotations
 
 from typing import Annotated
@@ -15,8 +17,8 @@ from eval.harness.benchmark import (
     QuestionsOption,
     RetrieverOption,
     SplitOption,
+    StreamOption,
     WeightOption,
-    model_for,
     run_benchmark,
 )
 from eval.harness.command import NEWSWIRE_DOCUMENTS, BatchOption, DeviceOption, OutputOption, SeedOption, generated
@@ -34,15 +36,13 @@ def main(
     columns: Annotated[
         str | None,
         typer.Option(
-            help="For data of your own: the columns that hold our fields, where they have other names, such as "
+            help="For data of your own: the columns that hold our fields, if they have other names, such as "
             "question=q,answers=a.",
             show_default="the fields' names",
         ),
     ] = None,
     split: SplitOption = "test",
-    documents: Annotated[
-        int | None, typer.Option(min=1, help="Documents of the stream, from its beginning.", show_default="all")
-    ] = None,
+    documents: StreamOption = None,
     questions: QuestionsOption = None,
     seed: SeedOption = 0,
     batch_size: BatchOption = 32,
@@ -71,26 +71,11 @@ def main(
         dataset = load_dataset(name, split, path, documents=documents, columns=named_columns(columns))
         return Loaded(dataset, str(path), str(path))
 
-    run_benchmark(
-        "qa",
-        load,
-        options=context.params,
-        questions=questions,
-        model=model_for(model, data),
-        retriever=retriever,
-        k=k,
-        memory_weight=memory_weight,
-        seed=seed,
-        batch_size=batch_size,
-        device=device,
-        answers=answers,
-        export=export,
-        output=output,
-    )
+    run_benchmark("qa", load, context.params)
 
 
 def named_columns(text: str | None) -> dict[str, str]:
-    """The value of --columns: field -> column.
+    """Parses the value of --columns: field -> column.
 
     Raises:
         ConfigError: for anything but FIELD=COLUMN, separated by commas, or a field that comes twice.

@@ -6,8 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from eval.baselines.methods import ADAPTING, FINE_TUNING
-from eval.baselines.options import LMOption, TrainedOption, chosen_methods, open_factory
+from eval.baselines.options import ADAPTING, FINE_TUNING, LMOption, RateOption, chosen_methods
 from eval.harness.command import BatchOption, DeviceOption, OutputOption, ScaleOption, SeedOption, report
 from eval.harness.scales import SCALES
 from eval.harness.streams import DataOption, ModelByScale, QuestionsOption, open_stream
@@ -30,14 +29,10 @@ def main(
     further: Annotated[int, typer.Option(min=1, help="Documents that follow the first ones.")] = 1400,
     step: Annotated[int, typer.Option(min=1, help="Ask again after this many further documents.")] = 200,
     questions: QuestionsOption = None,
-    learning_rate: Annotated[
-        float | None,
-        typer.Option(min=0, help="Learning rate of all fine-tuning.", show_default="by scale, fixed as in the paper"),
-    ] = None,
+    learning_rate: RateOption = None,
     seed: SeedOption = 0,
     batch_size: BatchOption = 32,
     device: DeviceOption = None,
-    trained: TrainedOption = None,
     lm: LMOption = None,
     output: OutputOption = None,
 ) -> None:
@@ -60,6 +55,7 @@ def main(
             f"{dataset.name} has only {len(dataset.documents):,} documents, but --first and --further ask for "
             f"{first + further:,}; give smaller ones"
         )
+    from eval.baselines.factory import open_factory
     from eval.harness.protocol import samples, some_questions
     from eval.harness.systems import ask
     from mac_rag.data.types import QADataset, first_documents
@@ -67,9 +63,7 @@ def main(
     about_first = some_questions(first_documents(dataset, first), questions, seed)
     if not about_first.questions:
         raise DataError(f"there are no questions about the first {first:,} documents; give a larger --first")
-    factory = open_factory(
-        setup, path, scale=scale, data=data, seed=seed, device=device, batch_size=batch_size, trained=trained, lm=lm
-    )
+    factory = open_factory(setup, path, scale=scale, data=data, seed=seed, device=device, batch_size=batch_size, lm=lm)
     rate = factory.setup.retention_rate if learning_rate is None else learning_rate
     rows: list[Row] = []
     verdicts: dict[str, list[Verdict]] = {}

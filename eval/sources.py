@@ -35,7 +35,7 @@ def main(
     ] = NEWSWIRE_DOCUMENTS,
     questions: QuestionsOption = None,
     retriever: Annotated[
-        str, typer.Option(help="Also answer behind the documents of this retriever, with memory.")
+        str, typer.Option(help="Also answer after the documents of this retriever, with memory.")
     ] = "bm25",
     k: OneKOption = 5,
     seed: SeedOption = 0,
@@ -125,7 +125,7 @@ def _rows(
     k: int | None,
     seconds: float,
 ) -> tuple[list[Row], list[Quote]]:
-    """The row of the engine's sources, with the scores of all answers, and those of its controls; and some quotes."""
+    """Makes the rows of the engine's sources and of their controls, and some quotes."""
     from eval.harness.protocol import summarize
     from eval.harness.results import Quote
     from mac_rag.data.metrics import normalize
@@ -162,13 +162,13 @@ def _rows(
 
 
 def named_of(gold: str, holders: frozenset[str], sources: Sequence[Source], retrieved: Sequence[str]) -> Named:
-    """What is named as the source of one right answer, from its sources and the retriever's documents."""
+    """Picks what is named as the source of one right answer from its sources and the retriever's documents."""
     most = max(sources, key=lambda source: source.share or 0.0)
     return Named(gold, holders, sources[0].document_id, most.document_id, retrieved[0] if retrieved else None)
 
 
 def control_rows(name: str, named: Sequence[Named]) -> list[Row]:
-    """The row of first sources, and those of what could take their place."""
+    """Makes the row of first sources, and those of what could take their place."""
     from eval.harness.results import Row
 
     if not named:

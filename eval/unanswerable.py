@@ -25,7 +25,7 @@ def main(
     documents: Annotated[int, typer.Option(min=2, help="Documents of the stream, from its beginning.")] = 1000,
     questions: Annotated[int, typer.Option(min=2, help="Questions, half of them without their answers.")] = 400,
     retriever: Annotated[
-        str, typer.Option(help="Answer behind the documents of this retriever instead of from memory alone.")
+        str, typer.Option(help="Answer after the documents of this retriever instead of from memory alone.")
     ] = "none",
     k: OneKOption = 5,
     seed: SeedOption = 0,
@@ -33,7 +33,7 @@ def main(
     device: DeviceOption = None,
     output: OutputOption = None,
 ) -> None:
-    """Measure confidence where half of the questions have their answers taken out of memory.
+    """Measure confidence if the answers to half of the questions are taken out of memory.
 
     For every second question the bank lacks its document and every other that holds one of its answers. `auroc` tells
     how well confidence orders right answers before wrong ones, `auroc_answerable` questions with an answer in memory
@@ -45,7 +45,6 @@ def main(
     """
     from eval.harness.protocol import judge, samples
     from eval.harness.results import Row, result_path
-    from eval.harness.selective import auroc
     from mac_rag.asking import calibration_of
     from mac_rag.engine import Answer, MACEngine
     from mac_rag.model import MACModel
@@ -105,9 +104,7 @@ def main(
 
 
 def measures(confidence: Sequence[float], right: Sequence[bool], answerable: Sequence[bool]) -> dict[str, float]:
-    """All figures of one kind of confidence, by the names that the command tells."""
-    from eval.harness.selective import auroc, expected_calibration_error, risk_at_coverage
-
+    """Computes the figures of one kind of confidence, by the names in the command's help."""
     figures = {
         "auroc": auroc(confidence, right),
         "auroc_answerable": auroc(confidence, answerable),
@@ -119,6 +116,60 @@ def measures(confidence: Sequence[float], right: Sequence[bool], answerable: Seq
     return figures | {
         f"risk_at_{round(100 * coverage)}": risk_at_coverage(confidence, right, coverage) for coverage in COVERAGES
     }
+
+
+def auroc(scores: Sequence[float], positive: Sequence[bool]) -> float:
+    """Estimates the probability that a positive example scores above a negative one; a tie counts half.
+
+    NaN without one of both kinds.
+
+    Examples:
+        >>> auroc([0.9, 0.8, 0.8, 0.1], [True, True, False, False])
+        0.875
+    """
+    import numpy as np
+
+    values, labels = np.asarray(scores, dtype=np.float64), np.asarray(positive, dtype=bool)
+    ours, theirs = np.sort(values[labels]), np.sort(values[~labels])
+    if not len(ours) or not len(theirs):
+        return float("nan")
+    below = np.searchsorted(theirs, ours, side="left").sum()
+    ties = np.searchsorted(theirs, ours, side="right").sum() - below
+    return float((below + ties / 2) / (len(ours) * len(theirs)))
+
+
+def expected_calibration_error(scores: Sequence[float], right: Sequence[bool], bins: int = 10) -> float:
+    """Mean distance between confidence and the share of right answers, over bins of equal width (Naeini et al., 2015).
+
+    Examples:
+        >>> expected_calibration_error([0.75, 0.75, 0.75, 0.75, 0.25], [True, True, True, False, False])
+        0.05
+    """
+    import numpy as np
+
+    values, labels = np.asarray(scores, dtype=np.float64), np.asarray(right, dtype=np.float64)
+    place = np.minimum((values * bins).astype(int), bins - 1)
+    gaps = [abs((values - labels)[place == number].sum()) for number in range(bins)]
+    return float(sum(gaps) / len(values))
+
+
+def risk_at_coverage(scores: Sequence[float], right: Sequence[bool], coverage: float) -> float:
+    """Share of wrong answers among the most confident ones: the risk-coverage curve (El-Yaniv and Wiener, 2010).
+
+    At least one answer counts; where confidence is equal, answers count in equal parts.
+
+    Examples:
+        >>> risk_at_coverage([0.9, 0.8, 0.3, 0.2], [True, False, True, False], 0.5)
+        0.5
+    """
+    import numpy as np
+
+    values, labels = np.asarray(scores, dtype=np.float64), np.asarray(right, dtype=np.float64)
+    count = max(1, round(coverage * len(values)))
+    least = np.sort(values)[-count]
+    above, equal = values > least, values == least
+    wrong = (1 - labels[above]).sum() + (1 - labels[equal]).mean() * (count - above.sum())
+    return float(wrong / count)
 
 
 if __name__ == "__main__":

@@ -8,25 +8,35 @@ change on other texts. Its gradient goes through the LM's step, with second deri
 from __future__ import annotations
 
 import copy
+import random
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from pydantic import Field
 from torch import Tensor, nn
 from torch.func import functional_call, grad
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from eval.baselines.weighting import Passage, TokenWeighting, at_least_single, weighted_loss
+from eval.baselines import weights_cache
+from eval.baselines.finetuning import Passage, TokenWeighting, at_least_single, passages, weighted_loss
+from mac_rag.config import BaseLMConfig, Config
 from mac_rag.errors import ConfigError
+from mac_rag.progress import progress_bar
 
 if TYPE_CHECKING:
+    from mac_rag.data.types import QADataset
     from mac_rag.lm.base_lm import BaseLM
 
 Weights = dict[str, Tensor]
 _INNER_WIDTH = 128
+# As published.
+_DOCUMENTS = 6  # that the LM is updated on, one by one, before their questions are asked
+_LOCALITY = 0.1  # weight of the KL divergence on an unrelated text
 
 
 class WeightingNetwork(nn.Module):
@@ -80,7 +90,7 @@ class Lesson:
 
 
 def new_network(proxy: BaseLM, *, seed: int = 0) -> WeightingNetwork:
-    """A new network on a copy of the proxy LM, all of it trainable; the seed initializes its head."""
+    """Makes a network on a copy of the proxy LM, all of it trainable; the seed initializes its head."""
     backbone = copy.deepcopy(proxy.model.base_model).float().requires_grad_(True)
     with torch.random.fork_rng():
         torch.manual_seed(seed)
@@ -107,7 +117,7 @@ def parameters(lm: nn.Module) -> Weights:
 
 
 def inner_update(lm: nn.Module, theta: Weights, ids: Tensor, weights: Tensor, rate: float) -> Weights:
-    """One step of gradient descent on the weighted loss of a document, differentiable in `theta` and `weights`.
+    """Takes one step of gradient descent on the weighted loss of a document, differentiable in `theta` and `weights`.
 
     Args:
         lm: a causal LM; its own weights are not used.
@@ -166,7 +176,7 @@ def meta_loss(
     rate: float,
     locality: float,
 ) -> tuple[Tensor, Weights]:
-    """The loss of the network: the LM's loss on questions after updates on their documents, and a locality term.
+    """Computes the network's loss: the LM's loss on questions after updates on their documents, and a locality term.
 
     Args:
         lm: the LM to update.
@@ -183,7 +193,8 @@ def meta_loss(
     with twice_differentiable():
         after = theta
         for lesson in lessons:
-            after = inner_update(lm, after, lesson.document, network(lesson.document), rate)
+            weights = network(lesson.document)
+            after = inner_update(lm, after, lesson.document, weights, rate)
         loss = answer_loss(lm, after, [question for lesson in lessons for question in lesson.questions])
         if locality:
             loss = loss + locality * drift(lm, theta, after, unrelated)
@@ -199,3 +210,95 @@ def twice_differentiable() -> AbstractContextManager[None]:
 def _logits(lm: nn.Module, theta: Weights, ids: Tensor) -> Tensor:
     logits: Tensor = functional_call(lm, theta, (), {"input_ids": ids, "use_cache": False}).logits
     return logits
+
+
+class CamelsConfig(Config):
+    """The recipe of meta-training; the defaults are the published ones.
+
+    Attributes:
+        proxy: a smaller LM with the same tokenizer that stands for the base LM; None for the base LM itself.
+        steps: steps of Adam on the weighting network.
+        accumulate: batches in each step of Adam.
+        inner_rate: learning rate of the LM's gradient descent.
+        learning_rate: learning rate of Adam.
+        reset_every: batches after which the LM returns to its own weights.
+        clip: maximum gradient norm.
+    """
+
+    proxy: BaseLMConfig | None = None
+    steps: int = Field(ge=1)
+    accumulate: int = Field(4, ge=1)
+    inner_rate: float = Field(5e-4, gt=0)
+    learning_rate: float = Field(1e-5, gt=0)
+    reset_every: int = Field(24, ge=1)
+    clip: float = Field(1e5, gt=0)
+
+
+def trained_network(
+    proxy: BaseLM, dataset: QADataset, config: CamelsConfig, *, seed: int = 0, folder: Path | None = None
+) -> WeightingNetwork:
+    """Loads a trained weighting network from the cache, or trains it.
+
+    Args:
+        proxy: the LM that meta-training updates, and that the network is initialized from.
+        dataset: training documents with their questions.
+        config: recipe of the training.
+        seed: random seed of the network's head and of the order of documents.
+        folder: the cache; None for no cache.
+
+    Raises:
+        ModelLoadError: if the cached file is damaged.
+    """
+    network = new_network(proxy, seed=seed)
+    key = weights_cache.key("camels", proxy.model, dataset, config, seed)
+    if not weights_cache.load(network, folder, key):
+        meta_train(network, proxy, dataset, config, seed=seed)
+        weights_cache.save(network, folder, key)
+    return network.eval().requires_grad_(False)
+
+
+def meta_train(
+    network: WeightingNetwork, lm: BaseLM, dataset: QADataset, config: CamelsConfig, *, seed: int = 0
+) -> list[float]:
+    """Trains a weighting network in place; returns the loss of each step."""
+    lessons = _lessons(lm, dataset)
+    rng = random.Random(seed)
+    optimizer = torch.optim.Adam(network.parameters(), lr=config.learning_rate)
+    start = parameters(lm.model)
+    theta, batches = start, 0
+    losses = []
+    with twice_differentiable(), progress_bar("meta-train CaMeLS", config.steps) as bar:
+        for _ in range(config.steps):
+            optimizer.zero_grad()
+            total = 0.0
+            for _ in range(config.accumulate):
+                *batch, other = rng.sample(lessons, _DOCUMENTS + 1)
+                loss, after = meta_loss(
+                    lm.model, network, theta, batch, other.document,
+                    rate=config.inner_rate, locality=_LOCALITY,
+                )  # fmt: skip
+                (loss / config.accumulate).backward()
+                total += loss.item() / config.accumulate
+                batches += 1
+                theta = {name: weight.detach() for name, weight in after.items()}
+                if batches % config.reset_every == 0:
+                    theta = start
+            torch.nn.utils.clip_grad_norm_(network.parameters(), config.clip)
+            optimizer.step()
+            losses.append(total)
+            bar.note(f"loss {total:.3f}")
+            bar.advance()
+    return losses
+
+
+def _lessons(lm: BaseLM, dataset: QADataset) -> Sequence[Lesson]:
+    """Makes a lesson of each document with questions; a document longer than the LM's window is cut to one passage."""
+    questions = dataset.questions_by_document()
+    return [
+        Lesson(
+            next(passages(lm.prompts, document.text, lm.context_window, lm.device)).ids,
+            [(lm.prompts.prompt(q.question), lm.prompts.answer(q.answers[0])) for q in questions[document.id]],
+        )
+        for document in dataset.documents
+        if questions[document.id]
+    ]

@@ -2,32 +2,41 @@
 
 After Kim et al. (2024, CCM): the frozen LM reads a document, followed by C learned vectors. A low-rank update of its
 attention applies to these vectors only. The keys and values of their C positions are the compressed document. An
-encoder, trained with it, retrieves the compressed document for a question, and the LM answers behind it.
+encoder, trained with it, retrieves the compressed document for a question, and the LM answers after it.
 """
 
 from __future__ import annotations
 
 import copy
+import random
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from pydantic import Field
 from torch import Tensor, nn
 from torch.nn import functional
 from transformers import DynamicCache
 
-from mac_rag.errors import ConfigError
+from eval.baselines import weights_cache
+from eval.baselines.finetuning import passages
+from eval.harness.systems import System
+from mac_rag.config import Config, EncoderConfig
+from mac_rag.errors import BankError, ConfigError
 from mac_rag.lm.base_lm import LORA_TARGETS
 from mac_rag.lm.batching import length_buckets, pad_rows
 from mac_rag.lm.loading import load_backbone, load_tokenizer
 from mac_rag.nn.modulation import Change, HookedModulation, linear_names
+from mac_rag.progress import progress_bar
 
 if TYPE_CHECKING:
-    from mac_rag.config import EncoderConfig
+    from mac_rag.data.types import Document, QADataset
     from mac_rag.lm.base_lm import BaseLM
 
 _BATCH_TOKENS = 8192
+_RANK = 8  # of the conditional low-rank update, as published
 
 
 @dataclass(frozen=True)
@@ -43,7 +52,7 @@ class Compressed:
     lengths: Tensor
 
     def __getitem__(self, rows: Tensor) -> Compressed:
-        """The documents of some rows, given as indices `[N]`."""
+        """Selects documents. `rows`: indices `[N]`."""
         return Compressed(self.keys_values[rows], self.lengths[rows])
 
 
@@ -118,7 +127,7 @@ class EncoderRetriever(nn.Module):
         self.log_scale = nn.Parameter(torch.tensor(20.0).log())
 
     def forward(self, texts: Sequence[str]) -> Tensor:
-        """Unit vectors `[B, width]` of B texts, which are cut to 512 tokens."""
+        """Encodes B texts, cut to 512 tokens, as unit vectors `[B, width]`."""
         encoded = self.tokenizer(
             [text.strip() for text in texts], padding=True, truncation=True, max_length=512, return_tensors="pt"
         ).to(self.map.weight.device)
@@ -159,11 +168,11 @@ class CCM(nn.Module):
         prompts: Sequence[list[int]],
         answers: Sequence[list[int]],
     ) -> Tensor:
-        """Mean negative log-likelihood of the answers' tokens, each prompt behind its own compressed document."""
+        """Mean negative log-likelihood of the answers' tokens, each prompt after its own compressed document."""
         compressed = self.compressor(base_lm, documents)
         rows = [prompt + answer for prompt, answer in zip(prompts, answers, strict=True)]
         ids, mask = pad_rows(rows, base_lm.tokenizer.pad_token_id, base_lm.device, "left")
-        logits = _behind(base_lm, compressed, ids, mask).logits[:, :-1]
+        logits = _after(base_lm, compressed, ids, mask).logits[:, :-1]
         labels = torch.full_like(ids, -100)
         for label, answer in zip(labels, answers, strict=True):
             label[len(label) - len(answer) :] = torch.tensor(answer)
@@ -187,10 +196,10 @@ class CCM(nn.Module):
 
 
 @torch.no_grad()
-def generate_behind(
+def generate_after(
     base_lm: BaseLM, compressed: Compressed, prompts: Sequence[Sequence[int]], *, max_new_tokens: int
 ) -> list[str]:
-    """Greedy answers to prompts, each behind its own compressed document.
+    """Answers prompts greedily, each after its own compressed document.
 
     Args:
         base_lm: the LM.
@@ -200,7 +209,7 @@ def generate_behind(
     """
     ids, mask = pad_rows(prompts, base_lm.tokenizer.pad_token_id, base_lm.device, "left")
     pad = base_lm.tokenizer.pad_token_id
-    output = _behind(base_lm, compressed, ids, mask)
+    output = _after(base_lm, compressed, ids, mask)
     mask = torch.cat([mask.new_ones(len(ids), compressed.keys_values.shape[4]), mask], 1)
     position = compressed.lengths + mask.sum(1) - 1
     generated: list[Tensor] = []
@@ -221,8 +230,8 @@ def generate_behind(
     return [text.strip() for text in texts]
 
 
-def _behind(base_lm: BaseLM, compressed: Compressed, ids: Tensor, mask: Tensor) -> Any:
-    """The LM's output for prompts `[B, L]` behind compressed documents, at the positions behind uncompressed ones."""
+def _after(base_lm: BaseLM, compressed: Compressed, ids: Tensor, mask: Tensor) -> Any:
+    """The LM's output for prompts `[B, L]` after compressed documents, at the positions after uncompressed ones."""
     count = compressed.keys_values.shape[4]
     positions = (mask.cumsum(1) - 1).clamp(min=0) + (compressed.lengths + count)[:, None]
     return base_lm.model(
@@ -232,3 +241,133 @@ def _behind(base_lm: BaseLM, compressed: Compressed, ids: Tensor, mask: Tensor) 
         past_key_values=DynamicCache([(layer[:, 0], layer[:, 1]) for layer in compressed.keys_values.unbind(1)]),
         use_cache=True,
     )
+
+
+class CCMConfig(Config):
+    """The recipe of CCM and its retriever.
+
+    Attributes:
+        tokens: number C of compressed tokens of a document.
+        encoder: pretrained encoder of the retriever; None for a copy of the LM.
+        steps: steps of Adam.
+        batch_size: documents of a step, with one question each; the retriever contrasts them.
+        learning_rate: learning rate of Adam, constant.
+    """
+
+    tokens: int = Field(16, ge=1)
+    encoder: EncoderConfig | None = None
+    steps: int = Field(ge=1)
+    batch_size: int = Field(16, ge=2)
+    learning_rate: float = Field(1e-3, gt=0)
+
+
+class CCMSystem(System):
+    """The LM after the compressed document that the retriever ranks first.
+
+    Args:
+        base_lm: the frozen LM.
+        ccm: compressor and retriever, trained for this LM.
+        max_new_tokens: limit of an answer's tokens.
+        batch_size: questions of one generation.
+    """
+
+    name = "CCM + encoder retriever"
+
+    def __init__(self, base_lm: BaseLM, ccm: CCM, *, max_new_tokens: int = 16, batch_size: int = 32) -> None:
+        self.settings = {"tokens": len(ccm.compressor.vectors)}
+        self.networks = [base_lm, ccm]
+        self._base_lm = base_lm
+        self._ccm = ccm
+        self._max_new_tokens = max_new_tokens
+        self._batch_size = batch_size
+        self._keys_values: list[Tensor] = []
+        self._lengths: list[Tensor] = []
+        self._embedded: list[Tensor] = []
+
+    @torch.no_grad()
+    def adapt(self, documents: Sequence[Document]) -> None:
+        with progress_bar(self.name, len(documents)) as bar:
+            for first in range(0, len(documents), self._batch_size):
+                group = documents[first : first + self._batch_size]
+                parts = [(row, text) for document in group for row, text in compressible(self._base_lm, document.text)]
+                compressed = self._ccm.compress(self._base_lm, [row for row, _ in parts])
+                self._keys_values.append(compressed.keys_values)
+                self._lengths.append(compressed.lengths)
+                self._embedded.append(self._ccm.retriever([text for _, text in parts]))
+                bar.advance(len(group))
+
+    @torch.no_grad()
+    def answer(self, questions: Sequence[str]) -> list[str]:
+        if not self._embedded:
+            raise BankError("there are no compressed documents; adapt to some first")
+        bank = Compressed(torch.cat(self._keys_values), torch.cat(self._lengths))
+        embedded = torch.cat(self._embedded)
+        answers = []
+        with progress_bar("answer", len(questions)) as bar:
+            for first in range(0, len(questions), self._batch_size):
+                batch = questions[first : first + self._batch_size]
+                best = (self._ccm.retriever(batch) @ embedded.T).argmax(1)
+                prompts = [self._base_lm.prompts.question(question) for question in batch]
+                answers += generate_after(self._base_lm, bank[best], prompts, max_new_tokens=self._max_new_tokens)
+                bar.advance(len(batch))
+        return answers
+
+
+def compressible(base_lm: BaseLM, text: str) -> list[tuple[list[int], str]]:
+    """Splits a document into parts of at most half of the LM's window; returns their token ids and texts."""
+    parts = []
+    for passage in passages(base_lm.prompts, text, base_lm.context_window // 2):
+        covered = [span for span in passage.spans if span[1] > span[0]]
+        parts.append((passage.ids.tolist(), passage.text[covered[0][0] : covered[-1][1]]))
+    return parts
+
+
+def trained_ccm(
+    base_lm: BaseLM, dataset: QADataset, config: CCMConfig, *, seed: int = 0, folder: Path | None = None
+) -> CCM:
+    """Loads a trained CCM from the cache, or trains it.
+
+    Args:
+        base_lm: the frozen LM.
+        dataset: training documents with their questions.
+        config: recipe of the training.
+        seed: random seed of initial weights and of the batches.
+        folder: the cache; None for no cache.
+
+    Raises:
+        ModelLoadError: if the cached file is damaged.
+    """
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        ccm = CCM(base_lm, tokens=config.tokens, encoder=config.encoder)
+    key = weights_cache.key("ccm", base_lm.model, dataset, config, seed)
+    if not weights_cache.load(ccm, folder, key):
+        train(ccm, base_lm, dataset, config, seed=seed)
+        weights_cache.save(ccm, folder, key)
+    return ccm.eval().requires_grad_(False)
+
+
+def train(ccm: CCM, base_lm: BaseLM, dataset: QADataset, config: CCMConfig, *, seed: int = 0) -> list[float]:
+    """Trains compressor and retriever in place, by answers and by contrast; returns the loss of each step."""
+    documents = {document.id: document.text for document in dataset.documents}
+    by_document = [questions for questions in dataset.questions_by_document().values() if questions]
+    rng = random.Random(seed)
+    optimizer = torch.optim.Adam(ccm.parameters(), lr=config.learning_rate)
+    losses = []
+    with progress_bar("train CCM", config.steps) as bar:
+        for _ in range(config.steps):
+            drawn = rng.sample(by_document, min(config.batch_size, len(by_document)))
+            batch = [rng.choice(questions) for questions in drawn]
+            parts = [compressible(base_lm, documents[question.gold])[0] for question in batch]
+            prompts = [base_lm.prompts.question(question.question) for question in batch]
+            answers = [base_lm.prompts.answer(question.answers[0]) for question in batch]
+            loss = ccm.answer_loss(base_lm, [ids for ids, _ in parts], prompts, answers)
+            loss = loss + ccm.retrieval_loss([q.question for q in batch], [text for _, text in parts])
+            optimizer.zero_grad()
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(ccm.parameters(), 1.0)
+            optimizer.step()
+            losses.append(loss.item())
+            bar.note(f"loss {losses[-1]:.3f}")
+            bar.advance()
+    return losses

@@ -7,20 +7,75 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from eval.baselines.methods import FINE_TUNING, METHODS
+from pydantic import Field
+
+from eval.baselines.camels import CamelsConfig, CamelsWeights, check_proxy, new_network, trained_network
+from eval.baselines.ccm import CCM, CCMConfig, CCMSystem, trained_ccm
+from eval.baselines.finetuning import FineTuning, TokenWeighting, UniformWeights, salient_spans, search_learning_rate
+from eval.baselines.options import FINE_TUNING, METHODS
+from eval.baselines.prompting import FewShot, RetrieverOnly, drawn_examples
+from eval.harness.scales import Scale, Setup
+from eval.harness.streams import open_stream
 from eval.harness.systems import MACSystem, System
+from mac_rag.config import BaseLMConfig, Config, EncoderConfig
 from mac_rag.errors import ConfigError
+from mac_rag.lm.base_lm import BaseLM
+from mac_rag.model import MACModel
 
 if TYPE_CHECKING:
-    from eval.baselines.scales import BaselineSetup
-    from eval.baselines.weighting import TokenWeighting
     from mac_rag.data.types import QADataset
-    from mac_rag.lm.base_lm import BaseLM
-    from mac_rag.model import MACModel
 
-
-# Examples in a few-shot prompt, and documents in front of a question for the retriever alone.
+# Examples in a few-shot prompt, and documents before a question for the retriever alone.
 _EXAMPLES, _K = 5, 5
+
+
+class BaselineSetup(Config):
+    """Training and search of all baselines at one scale; `eval.harness.scales` holds the scales of the experiments.
+
+    Attributes:
+        training_documents: at most this many documents of the training split; CaMeLS, CCM and the few-shot examples
+            come from them.
+        validation_documents: length of the validation stream on which learning rates are searched.
+        rates: learning rates of Adam to try.
+        retention_rate: the one learning rate of Adam in the experiment on retention, fixed as in the paper.
+        camels: meta-training of CaMeLS.
+        ccm: training of CCM.
+    """
+
+    training_documents: int = Field(ge=8)
+    validation_documents: int = Field(ge=1)
+    rates: tuple[float, ...] = Field(min_length=1)
+    retention_rate: float = Field(gt=0)
+    camels: CamelsConfig
+    ccm: CCMConfig
+
+
+# An LM of a million parameters needs larger steps than those of the paper to change at all.
+TINY_SCALE = BaselineSetup(
+    training_documents=4000,
+    validation_documents=100,
+    rates=(6.5e-6, 2.5e-5, 1e-4, 3e-4),
+    retention_rate=1e-4,
+    camels=CamelsConfig(steps=120, accumulate=1, inner_rate=0.03, learning_rate=3e-4, reset_every=4, clip=1.0),
+    ccm=CCMConfig(steps=400),
+)
+# CaMeLS: 50 epochs of 21,000 documents, 24 documents a step, on DistilGPT2, the proxy of the whole GPT-2 family. The
+# proxy is tuned on questions first, like the LM that it stands for.
+PAPER_SCALE = BaselineSetup(
+    training_documents=21_000,
+    validation_documents=200,
+    rates=(1.6e-6, 6.5e-6, 2.5e-5, 1e-4),
+    retention_rate=6.5e-6,
+    camels=CamelsConfig(proxy=BaseLMConfig(name="runs/distilgpt2/tune_qa/best"), steps=43_750),
+    ccm=CCMConfig(
+        encoder=EncoderConfig(design="encoder-only", name="google-t5/t5-base"),
+        tokens=24,
+        steps=32_800,
+        batch_size=32,
+        learning_rate=1e-4,
+    ),
+)
+SCALES: dict[Scale, BaselineSetup] = {"tiny": TINY_SCALE, "paper": PAPER_SCALE}
 
 
 class SystemFactory:
@@ -29,14 +84,12 @@ class SystemFactory:
     Args:
         model: the MAC model; all systems share its base LM.
         setup: training and search of the baselines.
-        training_set: loads the training data; called when a system needs it.
-        validation_set: loads the validation stream; called when a learning rate is searched.
+        training_set: loads the training data; called once a system needs it.
+        validation_set: loads the validation stream; called once a learning rate is searched.
         folder: cache of the trained networks; None for no cache.
-        tuning_steps: steps of tuning fine-tuned LMs on questions and answers, before they are asked; 0 for none.
-        retriever: name of the retriever of the method `retriever`.
         batch_size: questions of one generation.
         seed: random seed of all training.
-        lm: name or folder of the LM that fine-tuning updates and CCM compresses with; None for the model's own. Where
+        lm: name or folder of the LM that fine-tuning updates and CCM compresses with; None for the model's own. If
             that is quantised, it is loaded once more, without quantisation.
 
     Attributes:
@@ -51,8 +104,6 @@ class SystemFactory:
         validation_set: Callable[[], QADataset],
         *,
         folder: Path | None = None,
-        tuning_steps: int = 0,
-        retriever: str = "bm25",
         batch_size: int = 32,
         seed: int = 0,
         lm: str | None = None,
@@ -63,8 +114,6 @@ class SystemFactory:
         self._make_training_set = training_set
         self._make_validation_set = validation_set
         self._folder = folder
-        self._tuning_steps = tuning_steps
-        self._retriever = retriever
         self._batch_size = batch_size
         self._seed = seed
         self._lm = lm
@@ -76,14 +125,11 @@ class SystemFactory:
         Raises:
             ConfigError: for a quantised LM that the model's checkpoint holds in no other form, or an LM with another
                 tokenizer than the model's.
-            ModelLoadError: when there is no such LM.
+            ModelLoadError: if there is no such LM.
         """
         own = self.model.config.base_lm
         if self._lm is None and own.quantization == "none":
             return self.model.base_lm
-        from eval.baselines.camels import check_proxy
-        from mac_rag.lm.base_lm import BaseLM
-
         if self._lm is None and own.name.startswith("./"):
             raise ConfigError(
                 f"the model's LM is in {own.quantization}, whose weights cannot be updated, and its checkpoint holds "
@@ -106,12 +152,12 @@ class SystemFactory:
         return self._make_validation_set()
 
     def make(self, method: str, *, learning_rate: float | None = None, trained: bool = True) -> System:
-        """A new system that has seen no document of the stream.
+        """Makes a new system, which has seen no document of the stream.
 
         Args:
             method: one of `METHODS`.
-            learning_rate: learning rate of fine-tuning; None to search it on the validation stream, once a method.
-            trained: False leaves the networks of CaMeLS and CCM untrained, where only the cost of running them matters.
+            learning_rate: learning rate of fine-tuning; None searches it on the validation stream, once per method.
+            trained: False leaves the networks of CaMeLS and CCM untrained, if only the cost of running them matters.
 
         Raises:
             ConfigError: for an unknown method, or a method that does not work with this model.
@@ -119,19 +165,11 @@ class SystemFactory:
         if method in FINE_TUNING:
             return self._fine_tuning(method, learning_rate, trained)
         if method in ("zero-shot", "few-shot"):
-            from eval.baselines.prompting import FewShot, drawn_examples
-
             count = _EXAMPLES if method == "few-shot" else 0
             examples = drawn_examples(self.training_set.questions, count, self._seed) if count else []
             return FewShot(self.model, examples, batch_size=self._batch_size)
         if method == "retriever":
-            from eval.baselines.prompting import RetrieverOnly
-            from mac_rag.retrieval.registry import make_retriever
-
-            retriever = make_retriever(self._retriever, progress=True)
-            if retriever is None:
-                raise ConfigError(f"the method retriever needs a retriever, got {self._retriever!r}")
-            return RetrieverOnly(self.model, retriever, self._retriever, _K, batch_size=self._batch_size)
+            return RetrieverOnly(self.model, _K, batch_size=self._batch_size)
         if method == "ccm":
             return self._ccm(trained)
         if method == "mac":
@@ -139,48 +177,26 @@ class SystemFactory:
         raise ConfigError(f"unknown method {method!r}; choose one of {', '.join(METHODS)}")
 
     def _fine_tuning(self, method: str, learning_rate: float | None, trained: bool) -> System:
-        from eval.baselines.finetuning import FineTuning, search_learning_rate
-
         weighting = self._weighting(method, trained)
 
         def make(rate: float) -> FineTuning:
-            return FineTuning(
-                self.unquantized_lm,
-                weighting,
-                rate,
-                max_new_tokens=self.model.config.max_new_tokens,
-                batch_size=self._batch_size,
-                tuning_steps=self._tuning_steps,
-                training_questions=self.training_set.questions if self._tuning_steps else (),
-                seed=self._seed,
-            )
+            limit = self.model.config.max_new_tokens
+            return FineTuning(self.unquantized_lm, weighting, rate, max_new_tokens=limit, batch_size=self._batch_size)
 
         if learning_rate is None:
             if method not in self.searched:
                 stream = self.validation_set
-                _, self.searched[method] = search_learning_rate(
-                    make, self.setup.rates, stream.documents, stream.questions
-                )
+                rates = self.setup.rates
+                self.searched[method] = search_learning_rate(make, rates, stream.documents, stream.questions)[1]
             f1_by_rate = self.searched[method]
             learning_rate = max(f1_by_rate, key=lambda rate: f1_by_rate[rate])
         return make(learning_rate)
 
     def _weighting(self, method: str, trained: bool) -> TokenWeighting:
         if method == "uniform":
-            from eval.baselines.weighting import UniformWeights
-
             return UniformWeights()
         if method == "salient-spans":
-            from eval.baselines.spans import salient_spans
-
             return salient_spans()
-        return self._camels(trained)
-
-    def _camels(self, trained: bool) -> TokenWeighting:
-        from eval.baselines.camels import CamelsWeights, check_proxy, new_network
-        from eval.baselines.camels_training import trained_network
-        from mac_rag.lm.base_lm import BaseLM
-
         config, base_lm = self.setup.camels, self.unquantized_lm
         proxy = base_lm
         if config.proxy is not None:
@@ -191,12 +207,57 @@ class SystemFactory:
         return CamelsWeights(trained_network(proxy, self.training_set, config, seed=self._seed, folder=self._folder))
 
     def _ccm(self, trained: bool) -> System:
-        from eval.baselines.ccm import CCM
-        from eval.baselines.ccm_system import CCMSystem, trained_ccm
-
         config, base_lm = self.setup.ccm, self.unquantized_lm
         if trained:
             ccm = trained_ccm(base_lm, self.training_set, config, seed=self._seed, folder=self._folder)
         else:
             ccm = CCM(base_lm, tokens=config.tokens, encoder=config.encoder)
         return CCMSystem(base_lm, ccm, max_new_tokens=self.model.config.max_new_tokens, batch_size=self._batch_size)
+
+
+def open_factory(
+    setup: Setup,
+    path: Path,
+    *,
+    scale: Scale,
+    data: str | None,
+    seed: int,
+    device: str | None,
+    batch_size: int,
+    lm: str | None = None,
+) -> SystemFactory:
+    """Makes the factory of systems around a command's model.
+
+    Args:
+        setup: the experiment's setup, which names the model.
+        path: the result file; trained networks are cached in `trained/` beside it.
+        scale, data, seed, device, batch_size: the command's options.
+        lm: the command's option; None for the setup's.
+
+    Raises:
+        ModelLoadError: if there is no such model.
+    """
+    baselines = SCALES[scale]
+
+    def dataset(split: str, documents: int) -> QADataset:
+        return open_stream(data, split, documents, seed=seed, scale=scale)[0]
+
+    return SystemFactory(
+        MACModel.from_pretrained(setup.model, device=device),
+        baselines,
+        lambda: dataset("train", baselines.training_documents),
+        lambda: dataset("val", baselines.validation_documents),
+        folder=path.parent / "trained",
+        batch_size=batch_size,
+        seed=seed,
+        lm=setup.lm if lm is None else lm,
+    )
+
+
+def searched_notes(factory: SystemFactory) -> list[str]:
+    """Writes the searched learning rates as notes for the result."""
+    return [
+        f"{method}: F1 on {len(factory.validation_set.documents):,} validation documents by learning rate: "
+        + ", ".join(f"{rate:g}: {100 * f1:.1f} %" for rate, f1 in f1_by_rate.items())
+        for method, f1_by_rate in factory.searched.items()
+    ]

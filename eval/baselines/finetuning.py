@@ -1,28 +1,163 @@
-"""Online fine-tuning: the LM is updated on the stream, document by document, and then answers."""
+"""Online fine-tuning: the LM is updated on the stream, document by document, and then answers.
+
+What differs is the weight of each token of a document in the loss: all alike (Uniform), names, dates and numbers alone
+(Salient Spans), or weights by a trained network (`eval.baselines.camels`).
+"""
 
 from __future__ import annotations
 
 import copy
-import random
-from collections.abc import Callable, Sequence
-from itertools import cycle, islice
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from importlib.metadata import entry_points
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor, nn
+from torch.nn import functional
 
-from eval.baselines.weighting import TokenWeighting, passages, weighted_loss
 from eval.harness.systems import System, generate
+from mac_rag.data.metrics import best_over, f1
+from mac_rag.errors import DocumentError
 from mac_rag.lm.base_lm import BaseLM
 from mac_rag.lm.lora_tuning import make_trainable
+from mac_rag.lm.text_tokenizer import Span
 from mac_rag.progress import progress_bar
+from pipelines.corpora.salient_spans import rule_spans
 
 if TYPE_CHECKING:
+    from spacy.language import Language
+
     from mac_rag.data.types import Document, Question
+    from mac_rag.lm.prompt import PromptEncoder
+
+RULES = "rules for names, dates and numbers"
 
 
-# Tuning on questions and answers of the training split. The rate is one that fine-tuning searches among at both scales.
-_TUNING_BATCH = 16  # questions of one step
-_TUNING_RATE = 2.5e-5
+@dataclass(frozen=True)
+class Passage:
+    """A document, or a part of one, as the LM reads it.
+
+    Attributes:
+        ids: token ids `[L]`, with the tokens that the tokenizer puts in front of a text.
+        text: the text of the whole document.
+        spans: the characters of `text` that each token covers; an empty span for a token that is not text.
+    """
+
+    ids: Tensor
+    text: str
+    spans: tuple[Span, ...]
+
+
+def passages(prompts: PromptEncoder, text: str, window: int, device: torch.device | str = "cpu") -> Iterator[Passage]:
+    """Yields a document as one passage, or as several if it is longer than the window.
+
+    Args:
+        prompts: writes and tokenizes the document.
+        text: the document.
+        window: maximum tokens of a passage.
+        device: device of the token ids.
+
+    Raises:
+        DocumentError: for an empty document.
+    """
+    if not text.strip():
+        raise DocumentError(f"a document must not be empty, got {text!r:.80}")
+    written = prompts.written_document(text)
+    read, covered = prompts.texts.ids_and_spans(written)
+    room = window - len(prompts.start)
+    for first in range(0, len(read), room):
+        ids = [*prompts.start, *read[first : first + room]]
+        spans = [(0, 0)] * len(prompts.start) + covered[first : first + room]
+        yield Passage(torch.tensor(ids, device=device), written, tuple(spans))
+
+
+class TokenWeighting(ABC):
+    """Weights of the tokens of a document.
+
+    Attributes:
+        name: name of the fine-tuning that uses these weights.
+        settings: settings of the weights in the result.
+        networks: networks that compute them.
+    """
+
+    name: str
+    settings: Mapping[str, str | int | float] = {}
+    networks: Sequence[nn.Module] = ()
+
+    @abstractmethod
+    def weights(self, passage: Passage) -> Tensor:
+        """The weights of a passage's tokens, `[L]`."""
+
+
+class UniformWeights(TokenWeighting):
+    """All tokens have weight 1."""
+
+    name = "Uniform"
+
+    def weights(self, passage: Passage) -> Tensor:
+        return torch.ones(len(passage.ids), device=passage.ids.device)
+
+
+class SalientSpanWeights(TokenWeighting):
+    """Weight 1 for the tokens of names, dates and numbers, and 0 for others (Guu et al., 2020).
+
+    Args:
+        find: finds the salient spans of a text.
+        finder: description of `find` in the result.
+    """
+
+    name = "Salient Spans"
+
+    def __init__(self, find: Callable[[str], Sequence[Span]], finder: str) -> None:
+        self._find = find
+        self.settings = {"spans": finder}
+
+    def weights(self, passage: Passage) -> Tensor:
+        salient = [False] * (len(passage.text) + 1)
+        for first, end in self._find(passage.text):
+            salient[first:end] = [True] * (end - first)
+        covered = [float(any(salient[first:end])) for first, end in passage.spans]
+        return torch.tensor(covered, device=passage.ids.device)
+
+
+def weighted_loss(logits: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+    """Computes the mean of weight times negative log-likelihood, in nats, over all predicted tokens.
+
+    Args:
+        logits: predictions of the next token, `[L, vocabulary]`.
+        ids: token ids, `[L]`.
+        weights: token weights, `[L]`; the first token is not predicted, so its weight is not used.
+    """
+    losses = functional.cross_entropy(at_least_single(logits[:-1]), ids[1:], reduction="none")
+    return (weights[1:] * losses).mean()
+
+
+def at_least_single(values: Tensor) -> Tensor:
+    """Converts half precision to single, because half is not enough for a loss; leaves double as it is."""
+    return values.to(torch.promote_types(values.dtype, torch.float32))
+
+
+def spacy_spans(pipeline: Language) -> Callable[[str], Sequence[Span]]:
+    """Returns a function that finds the named entities of a text with a spaCy pipeline."""
+    return lambda text: [(entity.start_char, entity.end_char) for entity in pipeline(text).ents]
+
+
+def salient_spans() -> SalientSpanWeights:
+    """Makes weights with an installed English spaCy pipeline, or else with rules; the setting `spans` names which."""
+    name = _pipeline()
+    if name is None:
+        return SalientSpanWeights(rule_spans, RULES)
+    import spacy
+
+    return SalientSpanWeights(spacy_spans(spacy.load(name)), f"spaCy {name}")
+
+
+def _pipeline() -> str | None:
+    """Name of an installed English pipeline, preferably the published small one; None without any."""
+    english = sorted(point.name for point in entry_points(group="spacy_models") if point.name.startswith("en_"))
+    return "en_core_web_sm" if "en_core_web_sm" in english else next(iter(english), None)
 
 
 class FineTuning(System):
@@ -36,9 +171,6 @@ class FineTuning(System):
         learning_rate: learning rate of Adam, constant.
         max_new_tokens: limit of an answer's tokens.
         batch_size: questions of one generation.
-        tuning_steps: steps of tuning on questions and answers, of a copy, before the first answer after an adaptation.
-        training_questions: questions of the tuning.
-        seed: random seed of their order.
 
     Raises:
         ConfigError: for a quantised LM, whose weights cannot be updated.
@@ -52,27 +184,19 @@ class FineTuning(System):
         *,
         max_new_tokens: int = 16,
         batch_size: int = 32,
-        tuning_steps: int = 0,
-        training_questions: Sequence[Question] = (),
-        seed: int = 0,
     ) -> None:
         self.name = weighting.name
         self.settings = {"learning_rate": learning_rate, **weighting.settings}
-        if tuning_steps:
-            self.settings["answer_tuning_steps"] = tuning_steps
-        self.lm = trainable_copy(base_lm)
+        lm = copy.deepcopy(base_lm.model)
+        make_trainable(lm, None)
+        self.lm = BaseLM(lm.eval(), base_lm.tokenizer, base_lm.prompts.format)
         self.networks = [self.lm, *weighting.networks]
         self._weighting = weighting
         self._optimizer = torch.optim.Adam(self.lm.parameters(), lr=learning_rate)
         self._max_new_tokens = max_new_tokens
         self._batch_size = batch_size
-        self._tuning_steps = tuning_steps
-        self._training_questions = training_questions
-        self._seed = seed
-        self._answering: BaseLM | None = None
 
     def adapt(self, documents: Sequence[Document]) -> None:
-        self._answering = None
         window, device = self.lm.context_window, self.lm.device
         with progress_bar(self.name, len(documents)) as bar:
             for document in documents:
@@ -85,47 +209,8 @@ class FineTuning(System):
                 bar.advance()
 
     def answer(self, questions: Sequence[str]) -> list[str]:
-        if self._answering is None:
-            self._answering = self.lm
-            if self._tuning_steps:
-                self._answering = trainable_copy(self.lm)
-                tune_answers(self._answering, self._training_questions, self._tuning_steps, seed=self._seed)
-        prompts = [self._answering.prompts.prompt(question) for question in questions]
-        self.tokens_fed += sum(map(len, prompts))
-        return generate(self._answering, prompts, max_new_tokens=self._max_new_tokens, batch_size=self._batch_size)
-
-
-def trainable_copy(base_lm: BaseLM) -> BaseLM:
-    """A copy of an LM with all weights trainable.
-
-    Raises:
-        ConfigError: for a quantised LM.
-    """
-    lm = copy.deepcopy(base_lm.model)
-    make_trainable(lm, None)
-    return BaseLM(lm.eval(), base_lm.tokenizer, base_lm.prompts.format)
-
-
-def tune_answers(base_lm: BaseLM, questions: Sequence[Question], steps: int, *, seed: int = 0) -> None:
-    """Trains an LM in place on answers to questions without documents.
-
-    Args:
-        base_lm: a trainable LM.
-        questions: at least one; repeated in one order, which the seed draws.
-        steps: steps of Adam.
-        seed: random seed of the order.
-    """
-    order = cycle(random.Random(seed).sample(range(len(questions)), len(questions)))
-    optimizer = torch.optim.Adam(base_lm.parameters(), lr=_TUNING_RATE)
-    with progress_bar("tune answers", steps) as bar:
-        for _ in range(steps):
-            batch = [questions[index] for index in islice(order, _TUNING_BATCH)]
-            prompts = [base_lm.prompts.prompt(question.question) for question in batch]
-            answers = [base_lm.prompts.answer(question.answers[0]) for question in batch]
-            optimizer.zero_grad()
-            (base_lm.answer_loss(prompts, answers, None).sum() / sum(map(len, answers))).backward()
-            optimizer.step()
-            bar.advance()
+        prompts = [self.lm.prompts.prompt(question) for question in questions]
+        return generate(self.lm, prompts, max_new_tokens=self._max_new_tokens, batch_size=self._batch_size)
 
 
 def search_learning_rate(
@@ -134,7 +219,7 @@ def search_learning_rate(
     documents: Sequence[Document],
     questions: Sequence[Question],
 ) -> tuple[float, dict[float, float]]:
-    """Searches the learning rate on a validation stream: adapt, then ask (appendix A).
+    """Searches the learning rate: for each one, adapts to a validation stream and asks about it (appendix A).
 
     Args:
         make: makes a new system with a learning rate.
@@ -144,8 +229,6 @@ def search_learning_rate(
     Returns:
         The rate with the highest mean F1, the smallest of equals, and the F1 of each rate.
     """
-    from mac_rag.data.metrics import best_over, f1
-
     f1_by_rate = {}
     for rate in sorted(rates):
         system = make(rate)

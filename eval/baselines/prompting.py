@@ -9,15 +9,15 @@ from typing import TYPE_CHECKING
 from eval.harness.systems import System, generate
 from mac_rag.engine import MACEngine
 from mac_rag.errors import ConfigError
+from mac_rag.retrieval import BM25Retriever
 
 if TYPE_CHECKING:
     from mac_rag.data.types import Document, Question
     from mac_rag.model import MACModel
-    from mac_rag.retrieval.base import Retriever
 
 
 class FewShot(System):
-    """Few-shot prompting: the same examples in front of every question, each answer closed by the end token.
+    """Few-shot prompting: the same examples before every question, each answer closed by the end token.
 
     Args:
         model: a MAC model, whose base LM answers.
@@ -38,26 +38,23 @@ class FewShot(System):
     def answer(self, questions: Sequence[str]) -> list[str]:
         lm = self._model.base_lm
         prompts = [lm.prompts.behind_examples(self._examples, question) for question in questions]
-        self.tokens_fed += sum(map(len, prompts))
         limit = self._model.config.max_new_tokens
         return generate(lm, prompts, max_new_tokens=limit, batch_size=self._batch_size)
 
 
 class RetrieverOnly(System):
-    """The LM behind retrieved documents, without memory.
+    """The LM after the documents that BM25 retrieves, without memory.
 
     Args:
         model: a MAC model, whose base LM answers.
-        retriever: an empty retriever.
-        name: name of the retriever.
         k: number of documents in front of each question.
         batch_size: questions of one generation.
     """
 
-    def __init__(self, model: MACModel, retriever: Retriever, name: str, k: int, *, batch_size: int = 32) -> None:
-        self.name = f"{name} top-{k}"
-        self.settings = {"retriever": name, "k": k}
-        self._retriever = retriever
+    def __init__(self, model: MACModel, k: int, *, batch_size: int = 32) -> None:
+        self.name = f"bm25 top-{k}"
+        self.settings = {"retriever": "bm25", "k": k}
+        self._retriever = BM25Retriever()
         self._k = k
         self._engine = MACEngine(model)
         self._batch_size = batch_size
@@ -71,13 +68,12 @@ class RetrieverOnly(System):
             self._engine.model.fit_to_window(question, texts, overflow="truncate")
             for question, texts in zip(questions, contexts, strict=True)
         ]
-        self.tokens_fed += sum(len(prompt.ids) for prompt in prompts)
         answers = self._engine.answer(prompts, use_memory=False, batch_size=self._batch_size, progress=True)
         return [answer.text for answer in answers]
 
 
 def drawn_examples(questions: Sequence[Question], count: int, seed: int) -> list[Question]:
-    """`count` examples for `FewShot`, drawn from training questions by the seed.
+    """Draws `count` examples for `FewShot` from training questions.
 
     Raises:
         ConfigError: if there are fewer questions.

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 def key(kind: str, lm: nn.Module, dataset: QADataset, config: Config, seed: int) -> str:
-    """The key of a trained network: its kind and a digest of seed, recipe, LM and data set.
+    """Computes the key of a trained network: its kind and a digest of seed, recipe, LM and data set.
 
     Args:
         kind: what the network is, such as `camels`.

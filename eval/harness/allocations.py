@@ -11,7 +11,7 @@ _Result = TypeVar("_Result")
 
 
 def allocated_peak(run: Callable[[], _Result], device: torch.device) -> tuple[_Result, int]:
-    """Calls a function and measures the peak of its tensor memory beyond the memory allocated before.
+    """Calls a function and measures the peak of its tensor memory, beyond what was allocated before.
 
     On a CPU the peak comes from all allocations and releases of PyTorch's allocator, in the order in which
     torch.profiler records them. It includes the scratch memory of PyTorch's kernels, but not that of libraries below

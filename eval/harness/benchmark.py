@@ -1,5 +1,7 @@
 """The paper's protocol as a command: its options, and one run of it."""
 
+# ruff: noqa: ARG001 - options reach run_benchmark as context.params
+
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
@@ -43,16 +45,19 @@ KOption = Annotated[
 WeightOption = Annotated[
     str | None,
     typer.Option(
-        help="Weights of the memory against the LM alone behind retrieved documents (lambda): numbers above 0 "
+        help="Weights of the memory against the LM alone after retrieved documents (lambda): numbers above 0 "
         "and at most 1, separated by commas; 1 is the paper's.",
         show_default="the model's own",
     ),
+]
+StreamOption = Annotated[
+    int | None, typer.Option(min=1, help="Documents of the stream, from its beginning.", show_default="all")
 ]
 SplitOption = Annotated[str, typer.Option(help="Split of the data set to stream.")]
 QuestionsOption = Annotated[
     int | None, typer.Option(min=1, help="At most this many questions, drawn by --seed.", show_default="all")
 ]
-OneKOption = Annotated[int, typer.Option("--k", min=1, help="Retrieved documents in front of a question.")]
+OneKOption = Annotated[int, typer.Option("--k", min=1, help="Retrieved documents before a question.")]
 AnswersOption = Annotated[
     Path | None,
     typer.Option(
@@ -70,20 +75,20 @@ ExportOption = Annotated[
 
 
 def model_for(model: str | None, data: Path | str | None) -> str:
-    """The model of a command: the one that its option names, or else the one that reads its data."""
+    """Returns the model that the option names, or else the one that reads the data."""
     return model or ("mac-tiny" if data is None else DEFAULT_MODEL)
 
 
 def benchmark_command(
     benchmark: str, title: str, *, home: str | None = None, stream: int | None = NEWSWIRE_DOCUMENTS
 ) -> Callable[..., None]:
-    """The command of one benchmark: `python -m eval.<benchmark>`.
+    """Makes the command of one benchmark: `python -m eval.<benchmark>`.
 
     Args:
         benchmark: name of the data set in `mac_rag.data.load_dataset`.
         title: name of the data set in messages.
-        home: where users find the files of a data set whose place generated news cannot take, because its questions
-            have moments; None for a data set that news may stand in for.
+        home: where users find the files, for a data set whose questions have moments, so that generated news cannot
+            stand in for it; None for any other.
         stream: documents of the stream without --documents; None for all.
     """
 
@@ -97,13 +102,11 @@ def benchmark_command(
             Path | None,
             typer.Option(
                 help="Folder of the data set's files.",
-                show_default="the embedded newswire sample, where it can stand in",
+                show_default="the embedded newswire sample, if it can stand in",
             ),
         ] = None,
         split: SplitOption = "test",
-        documents: Annotated[
-            int | None, typer.Option(min=1, help="Documents of the stream, from its beginning.")
-        ] = stream,
+        documents: StreamOption = stream,
         questions: QuestionsOption = None,
         seed: SeedOption = 0,
         batch_size: BatchOption = 32,
@@ -124,22 +127,7 @@ def benchmark_command(
             dataset = load_dataset(benchmark, split, data, documents=documents)
             return Loaded(dataset, str(data), f"{title} from {data}")
 
-        run_benchmark(
-            benchmark,
-            load,
-            options=context.params,
-            questions=questions,
-            model=model_for(model, data),
-            retriever=retriever,
-            k=k,
-            memory_weight=memory_weight,
-            seed=seed,
-            batch_size=batch_size,
-            device=device,
-            answers=answers,
-            export=export,
-            output=output,
-        )
+        run_benchmark(benchmark, load, context.params)
 
     main.__doc__ = (
         f"Evaluate on {title}: adapt to a stream of documents, then ask all questions about them.\n\n"
@@ -168,62 +156,42 @@ class Loaded(NamedTuple):
     about: str
 
 
-def run_benchmark(
-    experiment: str,
-    load: Callable[[], Loaded],
-    *,
-    options: Mapping[str, Any],
-    questions: int | None,
-    model: str,
-    retriever: str,
-    k: str,
-    memory_weight: str | None,
-    seed: int,
-    batch_size: int,
-    device: str | None,
-    answers: Path | None,
-    export: Path | None,
-    output: Path | None,
-) -> None:
+def run_benchmark(experiment: str, load: Callable[[], Loaded], options: Mapping[str, Any]) -> None:
     """Runs the protocol, and writes and prints its result.
 
     Args:
         experiment: name of the module, `eval.<experiment>`.
         load: loads the stream.
-        options: all options of the command, for the result.
-        questions, model, retriever, k, memory_weight, seed, batch_size, device, answers, export, output: the options
-            of these names.
+        options: all options of the command, by name.
 
     Raises:
         ConfigError: for an option without meaning, before the stream is loaded.
     """
     from eval.harness.export import export_folder, export_records
+    from eval.harness.kept_answers import KeptAnswers, answer_source
+    from eval.harness.protocol import run_protocol, some_questions
     from eval.harness.results import result_path
-
-    path = result_path(output, experiment)
-    folder = None if export is None else export_folder(export)
-    ks = whole_numbers("--k", k)
-    memory_weights = _memory_weights(memory_weight)
-    names = [name.strip() for name in retriever.split(",") if name.strip() != "none"]
+    from mac_rag.engine import MACEngine
+    from mac_rag.model import MACModel
     from mac_rag.retrieval.registry import make_retriever
 
+    path = result_path(options["output"], experiment)
+    folder = None if options["export"] is None else export_folder(options["export"])
+    ks = whole_numbers("--k", options["k"])
+    memory_weights = _memory_weights(options["memory_weight"])
     retrievers: dict[str, Retriever] = {}
-    for name in dict.fromkeys(names):
+    for name in dict.fromkeys(name.strip() for name in options["retriever"].split(",")):
         made = make_retriever(name, progress=True)
         if made is not None:
             retrievers[name] = made
-    from eval.harness.kept_answers import KeptAnswers, answer_source
-    from eval.harness.protocol import run_protocol, some_questions
-
     dataset, source, about = load()
-    dataset = some_questions(dataset, questions, seed)
+    dataset = some_questions(dataset, options["questions"], options["seed"])
     say(f"{about}: {len(dataset.documents):,} documents, {len(dataset.questions):,} questions, split {dataset.split}")
     for note in dataset.notes:
         say(note, err=True)
-    from mac_rag.engine import MACEngine
-    from mac_rag.model import MACModel
-
-    loaded = MACModel.from_pretrained(model, device=device)
+    model_name = model_for(options["model"], options["data"])
+    loaded = MACModel.from_pretrained(model_name, device=options["device"])
+    answers = options["answers"]
     outcome = run_protocol(
         MACEngine(loaded),
         dataset,
@@ -231,14 +199,14 @@ def run_benchmark(
         ks,
         memory_weights=memory_weights,
         kept=None if answers is None else KeptAnswers(answers, answer_source(loaded, dataset.documents)),
-        batch_size=batch_size,
-        seed=seed,
+        batch_size=options["batch_size"],
+        seed=options["seed"],
         progress=True,
     )
     report(
         path,
         experiment=experiment,
-        options={**options, "model": model},
+        options={**options, "model": model_name},
         rows=outcome.rows,
         samples=outcome.samples,
         adaptation=outcome.adaptation,
@@ -254,7 +222,7 @@ def run_benchmark(
 
 
 def _memory_weights(text: str | None) -> list[float]:
-    """The distinct numbers of --memory-weight, in their order; none without the option.
+    """Parses the distinct numbers of --memory-weight, in their order; none without the option.
 
     Raises:
         ConfigError: for anything but numbers above 0 and at most 1.

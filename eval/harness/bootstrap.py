@@ -18,7 +18,7 @@ class Interval(Config):
 
 
 def paired_interval(ours: Sequence[float], theirs: Sequence[float], *, seed: int = 0) -> Interval:
-    """The mean of `ours - theirs`, with the percentile interval of 10,000 resamples of the questions.
+    """Computes the mean of `ours - theirs`, with the percentile interval of 10,000 resamples of the questions.
 
     Args:
         ours, theirs: one figure for each question, in the same order; at least one.

@@ -34,7 +34,7 @@ DeviceOption = Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1, ...",
 
 
 def generated(split: str, documents: int, seed: int) -> QADataset:
-    """A stream of generated newswire with one question for each document.
+    """Generates a stream of newswire with one question for each document.
 
     Args:
         split: `train`, `val` or `test`.
@@ -56,7 +56,7 @@ def generated(split: str, documents: int, seed: int) -> QADataset:
 
 
 def whole_numbers(option: str, text: str) -> list[int]:
-    """The value of an option that takes several whole numbers: its distinct numbers, ascending.
+    """Parses the value of an option that takes several whole numbers: the distinct ones, ascending.
 
     Args:
         option: name of the option, for messages.
@@ -107,7 +107,7 @@ def report(
         model: the evaluated model; None if the rows are of several models.
         not_run, notes, quotes: see `eval.harness.results.Result`.
         table: the rows to print; None for all.
-        further: True to print a second table, of the scores that the first has no room for.
+        further: True to print a second table, with the scores that do not fit into the first.
     """
     from eval.harness.results import Data, Model, Result, provenance
     from eval.harness.row_table import show, show_further

@@ -10,25 +10,31 @@ from functools import partial
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from eval.harness.bootstrap import paired_interval
 from eval.harness.kept_answers import KeptAnswer, KeptAnswers, Prompt
 from eval.harness.protocol import judge, summarize
-from eval.harness.ranked_rows import RankedRows
 from eval.harness.results import Gain, Row, Verdict
-from eval.harness.two_texts import answers_from_two_texts
 from mac_rag.cli.terminal import say
 from mac_rag.config import AttentionConfig
 from mac_rag.data.types import Answer, QADataset
 from mac_rag.engine import MACEngine
+from mac_rag.lm.batching import pad_rows
+from mac_rag.lm.decoding import ExtractiveDecoding, MaxRuleEnsemble, numeral_tokens
 from mac_rag.lm.prompt import FittedPrompt
+from mac_rag.model import MACModel
+from mac_rag.model.mac import BATCH_TOKENS
+from mac_rag.nn.memory_tokens import MemoryTokens
 from mac_rag.progress import progress_bar
 from mac_rag.retrieval import BM25Retriever
 
 MEMORY = "memory"
 SIDE_BY_SIDE = 3  # rows whose memory tokens stand side by side
-# Rows with the highest prior, among which the one with most attention is looked for: it is never far behind the first.
+# Rows with the highest prior, among which the one with most attention is looked for.
 _PRESELECTED = 8
+
+_QUESTIONS = 32  # that are scored at a time
 
 Documents = tuple[str, ...]  # ids
 
@@ -172,7 +178,7 @@ class Controls:
         return [answer.text for answer in answers]
 
     def _fitted(self, number: int, document_ids: Sequence[str] = ()) -> FittedPrompt:
-        """A question behind documents, as far as they fit."""
+        """The prompt of a question after documents, truncated to fit."""
         texts = [self._texts[document_id] for document_id in document_ids]
         return self.engine.model.fit_to_window(self._questions[number], texts, overflow="truncate")
 
@@ -212,8 +218,8 @@ def ask_controls(
 
 
 def _answers(controls: Controls, control: Control, kept: KeptAnswers) -> tuple[list[str], float]:
-    """The answer to each question, those that are kept and new ones, and the time that they took."""
-    # Equal questions differ where they are shown different documents.
+    """Returns the answer to each question, kept or new, and the time that all answers took."""
+    # Equal questions differ if they are asked about different documents.
     prompts = [
         Prompt(question.question, documents)
         for question, documents in zip(controls.dataset.questions, control.documents, strict=True)
@@ -272,3 +278,100 @@ def _errors(controls: Controls, verdicts: Sequence[Verdict], attended: Sequence[
             interval = paired_interval(values, [0.0] * len(values))
             measures |= {name: interval.mean, f"{name}_low": interval.low, f"{name}_high": interval.high}
     return measures
+
+
+class RankedRows:
+    """The rows of a bank, ranked for each question by the document prior, or without one by attention.
+
+    Args:
+        engine: an engine whose bank has merged no documents.
+        questions: B texts.
+        progress: shows a progress bar.
+
+    Attributes:
+        owners: id of the document of each of K rows.
+        scores: `[B, K]`.
+    """
+
+    def __init__(self, engine: MACEngine, questions: Sequence[str], *, progress: bool = False) -> None:
+        self._engine = engine
+        self._rows = [(entry.members[0].document_id, row) for entry in engine.bank for row in range(entry.rows)]
+        self.owners = [document_id for document_id, _ in self._rows]
+        phi = engine.bank.phi.to(engine.model.device, torch.float32)
+        parts = []
+        with progress_bar("rank", len(questions), disable=not progress) as bar:
+            for first in range(0, len(questions), _QUESTIONS):
+                batch = questions[first : first + _QUESTIONS]
+                parts.append(_scores(engine.model, batch, phi).cpu())
+                bar.advance(len(batch))
+        self.scores = torch.cat(parts)
+
+    def best(self, count: int) -> list[list[int]]:
+        """For each question its `count` best rows, best first; all rows if there are fewer."""
+        rows: list[list[int]] = self.scores.topk(min(count, len(self.owners)), dim=1).indices.tolist()
+        return rows
+
+    def best_of(self, document_ids: Sequence[str]) -> list[list[int]]:
+        """For each question the best row of one document."""
+        rows: dict[str, list[int]] = {}
+        for row, owner in enumerate(self.owners):
+            rows.setdefault(owner, []).append(row)
+        return [
+            [max(rows[document_id], key=lambda row: float(scores[row]))]
+            for document_id, scores in zip(document_ids, self.scores, strict=True)
+        ]
+
+    def tokens(self, rows: Sequence[int]) -> Tensor:
+        """The memory tokens of rows side by side, `[rows * T, D]`, on the model's device."""
+        model = self._engine.model
+        parts = []
+        for row in rows:
+            document_id, place = self._rows[row]
+            parts.append(self._engine.bank[document_id].phi[place, : model.config.tokens])
+        return torch.cat(parts).to(model.device, torch.float32)
+
+
+@torch.no_grad()
+def _scores(model: MACModel, questions: Sequence[str], phi: Tensor) -> Tensor:
+    """`[B, K]`: the document prior's scores of all rows, or the attention mass for a model without one."""
+    prior = model.aggregation.prior
+    if prior is None:
+        return model.attention(questions, phi)
+    encoder = model.input_encoder
+    encoded = encoder.encode([encoder.ids(question) for question in questions], BATCH_TOKENS)
+    keys = prior.keys(MemoryTokens.split(phi, model.config.lexical_vectors))
+    return prior.score(prior.queries(encoded), keys)
+
+
+@torch.no_grad()
+def answers_from_two_texts(
+    model: MACModel, first: Sequence[FittedPrompt], second: Sequence[FittedPrompt], weight: float = 0.5
+) -> list[str]:
+    """Answers greedily without memory; of two prompts the more confident one chooses each token (the max rule).
+
+    Args:
+        model: the model, whose LM alone answers.
+        first, second: B prompts each: the same questions after one text and after another.
+        weight: lambda, the weight of the first.
+    """
+    lm, prompts = model.base_lm, [*first, *second]
+    ids, mask = pad_rows([prompt.ids for prompt in prompts], lm.tokenizer.pad_token_id, lm.device, "left")
+    processors: list[ExtractiveDecoding | MaxRuleEnsemble] = [MaxRuleEnsemble([weight] * len(first))]
+    sources = model.span_sources(prompts)
+    if sources is not None:
+        extractive = ExtractiveDecoding(
+            sources, prompt_length=ids.shape[1], end_tokens=lm.end_tokens, numerals=numeral_tokens(lm.tokenizer)
+        )
+        processors.insert(0, extractive)
+    output = lm.model.generate(
+        input_ids=ids,
+        attention_mask=mask,
+        max_new_tokens=model.config.max_new_tokens,
+        do_sample=False,
+        logits_processor=processors,
+        pad_token_id=lm.tokenizer.pad_token_id,
+        eos_token_id=lm.end_tokens,
+    )
+    answers = output[: len(first), ids.shape[1] :]
+    texts: list[str] = lm.tokenizer.batch_decode(answers, skip_special_tokens=True)
+    return [text.strip() for text in texts]

@@ -8,7 +8,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from mac_rag.engine import MACEngine
@@ -31,7 +30,7 @@ class Costs:
     def __init__(self, engine: MACEngine, questions: Sequence[str]) -> None:
         self._engine = engine
         self._sample = list(dict.fromkeys(questions))[:_SAMPLE]
-        # An engine remembers what it has aggregated for a question. Spaces behind it make it new to the engine and the
+        # An engine remembers what it has aggregated for a question. Spaces after it make it new to the engine and the
         # same to the encoder: the first time projects what it attends to, the second one is counted.
         for question in self._sample:
             engine.aggregate([f"{question} "])
@@ -69,30 +68,11 @@ class Costs:
 
 
 def flops(compute: Callable[[], object]) -> int:
-    """Floating-point operations of matrix products and attention in a computation, without gradients."""
-    counter = _Counter()
+    """Counts the floating-point operations of matrix products and attention in a computation, without gradients."""
+    counter = FlopCounterMode(display=False, custom_mapping=_formulas())
     with torch.no_grad(), counter:
         compute()
-    return counter.total
-
-
-class _Counter(TorchDispatchMode):
-    """Adds up operations by the formulas of PyTorch's `FlopCounterMode`, which also follows which module computes what.
-
-    That takes ten times as long as an LM of a million parameters.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.total = 0
-        self._formulas = FlopCounterMode(display=False, custom_mapping=_formulas()).flop_registry
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        out = func(*args, **kwargs)
-        if formula := self._formulas.get(func._overloadpacket):
-            self.total += formula(*args, **kwargs, out_val=out)
-        return out
+    return counter.get_total_flops()
 
 
 def _formulas() -> dict[Any, Any]:

@@ -4,8 +4,8 @@ Each row of a result becomes two files. `<row>.ragas.jsonl` has a `SingleTurnSam
 `EvaluationDataset.from_jsonl`; `<row>.ragchecker.json` holds the `RAGResults` of RAGChecker, for `ragchecker-cli
 --input_path`. Both formats are those of ragas 0.4.3 and RAGChecker 0.1.9.
 
-The reference is the first accepted answer, the shortest. Retrieved documents are whole texts, of which the LM may have
-read less, if the row counts truncated prompts. Where memory alone answers, nothing was retrieved.
+The reference is the first accepted answer, the shortest. Retrieved documents are whole texts; the
+LM may have read less if the row counts truncated prompts. Where memory alone answers, nothing was retrieved.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from mac_rag.errors import ConfigError
 
 
 def export_folder(folder: Path) -> Path:
-    """The folder of the records, made if there is none. Commands call it before the work.
+    """Creates the output folder if missing. Call it before long work, so that an unwritable folder fails at once.
 
     Raises:
         ConfigError: if no file can be written there.
@@ -62,7 +62,7 @@ def export_records(folder: Path, samples: Sequence[Sample], documents: Sequence[
 
 
 def ragas_record(sample: Sample, row: str, texts: Mapping[str, str]) -> dict[str, Any]:
-    """One answer as a `SingleTurnSample` of ragas; fields that are not known are left out.
+    """Makes a `SingleTurnSample` of ragas from one answer; leaves out unknown fields.
 
     Args:
         sample: the question.
@@ -84,7 +84,7 @@ def ragas_record(sample: Sample, row: str, texts: Mapping[str, str]) -> dict[str
 
 
 def ragchecker_record(sample: Sample, row: str, texts: Mapping[str, str]) -> dict[str, Any]:
-    """One answer as a `RAGResult` of RAGChecker; arguments as for `ragas_record`."""
+    """Makes a `RAGResult` of RAGChecker from one answer; arguments as for `ragas_record`."""
     verdict = sample.rows[row]
     return {
         "query_id": sample.id,

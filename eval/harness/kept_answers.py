@@ -2,8 +2,8 @@
 
 Rows often have equal prompts: retrievers find the same documents, or more than fit into the window. An interrupted run
 has most of its answers already. The key of an answer is a digest of the prompt, the memory weight and everything else
-that determines it. Answers of other weights, another stream or other code are therefore never found, and one file may
-hold the answers of several runs.
+that determines it. So answers of other weights, another stream or other code are never found, and one file may hold
+the answers of several runs.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Prompt(NamedTuple):
 
     Attributes:
         question: the question.
-        contexts: the texts of the documents in front of it.
+        contexts: the texts of the documents before it.
         as_of: the moment of the question; None for all documents.
         times_used: False asks a memory that knows of no time (`MACModel.without_times`).
     """
@@ -83,10 +83,10 @@ class KeptAnswers:
             self._read(path)
 
     def find(self, prompt: Prompt, weight: float | None) -> KeptAnswer | None:
-        """The kept answer to a prompt; None if there is none.
+        """Finds the kept answer to a prompt; None if there is none.
 
         Args:
-            prompt: the question, its documents and its moment, of which answers without memory do not depend.
+            prompt: the question, its documents and its moment; answers without memory do not depend on the moment.
             weight: memory weight lambda (see `mac_rag.lm.decoding`); None for an answer without memory.
         """
         return self._answers.get(self._key(prompt, weight))
@@ -139,7 +139,7 @@ def _line(key: str, answer: KeptAnswer) -> bytes:
 
 
 def answer_source(model: MACModel, documents: Iterable[Document]) -> str:
-    """A digest of everything that determines answers: weights, configuration, device, stream, code of `mac_rag`.
+    """Digests everything that determines answers: weights, configuration, device, stream, code of `mac_rag`.
 
     Args:
         model: the model that answers.

@@ -1,18 +1,145 @@
-"""The steps of `eval.paper`: every experiment with its data sets, arguments and expected time."""
+"""What `eval.paper` runs: its steps with data sets and arguments, the models that they need, and their records.
+
+At the paper's scale, `runs/<preset>/<stage>/best` is trained on StreamingQA, `runs/<preset>/<stage>-<data set>/best` on
+another data set. MAC is trained around an LM that was tuned on questions before: `runs/<preset>/tune_qa/best`.
+"""
 
 from __future__ import annotations
 
+import json
+import re
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
-from eval.harness.paper_models import trained_on
-from eval.harness.scales import SCALES, Scale, Setup
-from mac_rag.errors import ConfigError
+from eval.harness.scales import SCALES, Scale, Setup, command_of
+from mac_rag.atomic_files import write_text
+from mac_rag.config import Config
+from mac_rag.errors import ConfigError, DataError
+from mac_rag.model.presets import PAPER, PRESETS, preset
+from mac_rag.untrusted_files import read_json
 
 DATASETS = ("streamingqa", "squad", "archivalqa")
 LARGEST = "runs/llama2-7b/train-joint/best"  # trained with memory and retrieved documents
+RECORDS = "steps.json"
+_LARGEST_FILE = 16 << 20  # bytes
+# Experiments that update the LM on each document; CaMeLS weighs tokens by a proxy, which is tuned on questions.
+_UPDATING = ("main_table", "adaptation_cost", "retention", "ood", "perplexity")
+_PROXY = "runs/distilgpt2/tune_qa/best"
+FIRST = "streamingqa"  # whose models have no data set in their names
+# The questions that are set aside for tuning the LM: splits for training and validation.
+TUNING_SPLITS = {
+    "streamingqa": ("qa_train", "qa_val"), "squad": ("qa_lt", "qa_lt_val"), "archivalqa": ("qa_lt", "qa_lt_val"),
+}  # fmt: skip
+_JOINT = "-joint"
+_PATH = re.compile(
+    rf"runs/(?P<preset>[^/]+)/(?P<task>train|tune_qa)(?P<joint>{_JOINT})?(?:-(?P<dataset>{'|'.join(TUNING_SPLITS)}))?/best"
+)
+
+
+@dataclass(frozen=True)
+class TrainedModel:
+    """A model that a recipe leaves.
+
+    Attributes:
+        preset: name of the preset.
+        task: `train`, or `tune_qa` for the LM alone.
+        joint: True for a training with retrieved documents.
+        dataset: the data set that it is trained on.
+    """
+
+    preset: str
+    task: str
+    joint: bool
+    dataset: str
+
+    @classmethod
+    def of(cls, path: str) -> TrainedModel:
+        """The model of a path.
+
+        Raises:
+            ConfigError: for a path of another form.
+        """
+        match = _PATH.fullmatch(path)
+        if match is None:
+            raise ConfigError(f"{path!r} is no model of the paper's recipes (runs/PRESET/train/best)")
+        return cls(match["preset"], match["task"], match["joint"] is not None, match["dataset"] or FIRST)
+
+    @property
+    def folder(self) -> str:
+        """The folder of its run."""
+        dataset = "" if self.dataset == FIRST else f"-{self.dataset}"
+        return f"runs/{self.preset}/{self.task}{_JOINT if self.joint else ''}{dataset}"
+
+    @property
+    def path(self) -> str:
+        """The model itself."""
+        return f"{self.folder}/best"
+
+    @property
+    def starts_from(self) -> TrainedModel | None:
+        """The tuned LM that it is trained around; None for an LM."""
+        return None if self.task == "tune_qa" else TrainedModel(self.preset, "tune_qa", self.joint, self.dataset)
+
+    @property
+    def recipe(self) -> str:
+        """Name of its recipe."""
+        return f"{self.preset}/{self.task}{_JOINT if self.joint and self.task == 'train' else ''}"
+
+    def overrides(self, data: Path) -> tuple[str, ...]:
+        """Values of the recipe, as `--set` takes them.
+
+        Args:
+            data: folder of the data set.
+        """
+        values = [f"data.name={self.dataset}", f"data.path={data}"]
+        if self.task == "tune_qa":
+            train, val = TUNING_SPLITS[self.dataset]
+            values += [f"data.train={train}", f"data.val={val}"]
+            # The LM that is tuned without documents is the start of the baselines and of MAC without retrieval.
+            values += ["context.retriever=bm25", "context.k=[1,3,5]"] if self.joint else ["context.retriever=none"]
+        if self.starts_from is not None:
+            values.append(f"base_lm.name={self.starts_from.path}")
+        return tuple(values)
+
+    def command(self, data: Path) -> str:
+        """The command line that trains it; the argument is that of `overrides`."""
+        words = ["python", "-m", f"pipelines.{self.task}", "--config", self.recipe, "--output", self.folder]
+        for value in self.overrides(data):
+            words += ["--set", value]
+        return shlex.join(words)
+
+
+def tuned_lm(name: str, dataset: str) -> TrainedModel | None:
+    """The LM that variants of a preset are trained around; None where no recipe tunes it on the data set.
+
+    Args:
+        name: name of the preset.
+        dataset: name of the data set.
+    """
+    return TrainedModel(name, "tune_qa", False, dataset) if name in PAPER and dataset in TUNING_SPLITS else None
+
+
+def trained_on(path: str, dataset: str) -> str:
+    """The path of the same model, trained on another data set."""
+    model = TrainedModel.of(path)
+    return TrainedModel(model.preset, model.task, model.joint, dataset).path
+
+
+def models_to_train(paths: Iterable[str]) -> list[TrainedModel]:
+    """The models of some paths that are not there, and the LMs that they start from, in the order of training.
+
+    Raises:
+        ConfigError: for a path that is none of a trained model.
+    """
+    needed: dict[str, TrainedModel] = {}
+    for model in map(TrainedModel.of, paths):
+        for each in (model.starts_from, model):
+            if each is not None and not Path(each.path).is_dir():
+                needed.setdefault(each.path, each)
+    return list(needed.values())
 
 
 @dataclass(frozen=True)
@@ -20,27 +147,21 @@ class Plan:
     """One experiment.
 
     Attributes:
-        experiment: name of the module, `eval.<experiment>`.
-        minutes: expected time at the tiny scale on two CPU cores.
+        experiment: its name.
         paper: data sets of the paper's scale.
-        also: data sets of the tiny scale beside newswire, where `--data` has them.
-        newswire: True if the tiny scale runs on newswire.
-        scaled: True if the module has the option --scale.
+        newswire: True if the tiny scale runs it, on newswire.
+        scaled: True if its command has the option --scale.
         tiny_arguments: further arguments on newswire.
-        also_arguments: further arguments on the data sets in `also`, whose documents are longer than newswire's.
         paper_arguments: further arguments at the paper's scale.
         own_model: True if the model that it evaluates at the paper's scale is trained on the step's data set.
         trained_on: the data set of the option --trained-on at the paper's scale; empty without such an option.
     """
 
     experiment: str
-    minutes: float
     paper: tuple[str, ...]
-    also: tuple[str, ...] = ()
     newswire: bool = True
     scaled: bool = True
     tiny_arguments: tuple[str, ...] = ()
-    also_arguments: tuple[str, ...] = ()
     paper_arguments: tuple[str, ...] = ()
     own_model: bool = False
     trained_on: str = ""
@@ -52,21 +173,19 @@ class Step:
 
     Attributes:
         name: name of the experiment, and of the data set unless it is newswire; unique among the steps.
-        experiment: name of the module, `eval.<experiment>`.
-        arguments: arguments of the module, without --output.
+        experiment: name of the experiment.
+        arguments: arguments of its command, without --output.
         missing: the reason why the step cannot run; empty if it can.
-        minutes: expected time; None if unknown.
     """
 
     name: str
     experiment: str
     arguments: tuple[str, ...]
     missing: str = ""
-    minutes: float | None = None
 
     def command(self, output: Path) -> tuple[str, ...]:
         """The module and its arguments, for `python -m`."""
-        return (f"eval.{self.experiment}", *self.arguments, "--output", str(self.result(output)))
+        return (*command_of(self.experiment), *self.arguments, "--output", str(self.result(output)))
 
     def shown(self, output: Path) -> str:
         """The command line that the result file records."""
@@ -78,122 +197,147 @@ class Step:
 
 
 def _retrieval(dataset: str, *, newswire: bool = False) -> Plan:
-    """Table 2 on one data set. On newswire all three modules would do the same, so only one of them runs there."""
-    few = ("--retriever", "bm25", "--k", "1,3,5", "--documents", "512", "--questions", "256")
+    """Table 2 on one data set. On newswire all three commands do the same, so only one runs there."""
     return Plan(
         dataset,
-        1,
         (dataset,),
-        also=() if newswire else (dataset,),
         newswire=newswire,
         scaled=False,
-        tiny_arguments=few,
-        also_arguments=few,
+        tiny_arguments=("--retriever", "bm25", "--k", "1,3,5", "--documents", "512", "--questions", "256"),
         paper_arguments=("--retriever", "bm25,contriever,dpr", "--k", "1,3,5"),
         own_model=True,
     )
 
 
 PLANS = (
-    Plan(
-        "main_table",
-        6,
-        DATASETS,
-        also=("squad",),
-        tiny_arguments=("--questions", "500"),
-        also_arguments=("--documents", "256", "--questions", "256"),
-        own_model=True,
-    ),
+    Plan("main_table", DATASETS, tiny_arguments=("--questions", "500"), own_model=True),
     _retrieval("archivalqa", newswire=True),
     _retrieval("squad"),
     _retrieval("streamingqa"),
-    Plan("adaptation_cost", 1, ("streamingqa",)),
-    Plan(
-        "retention",
-        4,
-        ("streamingqa",),
-        also=("squad",),
-        also_arguments=("--first", "50", "--further", "350", "--step", "50", "--questions", "100"),
-    ),
-    Plan("dropout_memory", 4, ("streamingqa",)),
-    Plan("hierarchical", 1, ("archivalqa",), own_model=True),
-    Plan("cross_attention", 1, ("streamingqa",)),
-    Plan("reduction", 1, ("streamingqa",)),
-    Plan("peft", 4, ("streamingqa",)),
-    Plan(
-        "ood",
-        1,
-        ("squad", "archivalqa"),
-        also=("squad",),
-        also_arguments=("--documents", "256", "--questions", "256"),
-        trained_on="streamingqa",
-    ),
-    Plan("perplexity", 2, ("streamingqa",)),
-    Plan("amortization", 4, ("streamingqa",)),
-    Plan("quantization", 2, DATASETS),
-    Plan("contamination", 1, ("streamingqa",)),
-    Plan(
-        "bank_size",
-        1,
-        (),
-        scaled=False,
-        tiny_arguments=("--sizes", "32,256,1665", "--questions", "512"),
-    ),
-    Plan("conflict", 1, ("archivalqa",), own_model=True),
+    Plan("adaptation_cost", ("streamingqa",)),
+    Plan("retention", ("streamingqa",)),
+    Plan("dropout_memory", ("streamingqa",)),
+    Plan("hierarchical", ("archivalqa",), own_model=True),
+    Plan("cross_attention", ("streamingqa",)),
+    Plan("reduction", ("streamingqa",)),
+    Plan("peft", ("streamingqa",)),
+    Plan("ood", ("squad", "archivalqa"), trained_on="streamingqa"),
+    Plan("perplexity", ("streamingqa",)),
+    Plan("amortization", ("streamingqa",)),
+    Plan("quantization", DATASETS),
+    Plan("bank_size", (), scaled=False, tiny_arguments=("--sizes", "32,256,1665", "--questions", "512")),
+    Plan("conflict", ("archivalqa",), own_model=True),
 )
 
 
 def steps(scale: Scale, data: Path | None, seed: int) -> list[Step]:
-    """All steps of one scale; at the tiny scale the steps on newswire come first.
+    """Lists all steps of one scale. The tiny scale runs on newswire, the paper's on its data sets.
 
     Args:
         scale: `tiny` or `paper`.
-        data: a folder with a folder for each data set, or for some of them; None for newswire alone.
+        data: a folder with a folder for each data set, or for some of them; for the paper's scale alone.
         seed: random seed of all steps.
 
     Raises:
-        ConfigError: if the folder has none of the data sets.
+        ConfigError: if the folder has none of the data sets, or is given at the tiny scale.
     """
+    if scale == "tiny":
+        if data is not None:
+            raise ConfigError(f"--data {data} is for --scale paper; the tiny scale runs on generated news")
+        return [
+            Step(plan.experiment, plan.experiment, (*_common(plan, scale, seed), *plan.tiny_arguments))
+            for plan in PLANS
+            if plan.newswire
+        ]
     folders = {name: data / name for name in DATASETS if data is not None and (data / name).is_dir()}
     if data is not None and not folders:
         raise ConfigError(f"--data {data} has none of the folders {', '.join(DATASETS)}")
-    if scale == "paper":
-        return [
-            step for plan in PLANS for step in _on_data(plan, scale, plan.paper, plan.paper_arguments, folders, seed)
-        ]
-    newswire = [
-        Step(plan.experiment, plan.experiment, (*_common(plan, scale, seed), *plan.tiny_arguments), "", plan.minutes)
-        for plan in PLANS
-        if plan.newswire
-    ]
-    others = [step for plan in PLANS for step in _on_data(plan, scale, plan.also, plan.also_arguments, folders, seed)]
-    return [*newswire, *others]
+    return [_on_data(plan, dataset, folders, seed) for plan in PLANS for dataset in plan.paper]
 
 
 def _common(plan: Plan, scale: Scale, seed: int) -> tuple[str, ...]:
     return (*(("--scale", scale) if plan.scaled else ()), "--seed", str(seed))
 
 
-def _on_data(
-    plan: Plan, scale: Scale, datasets: tuple[str, ...], arguments: tuple[str, ...], folders: dict[str, Path], seed: int
-) -> Iterator[Step]:
-    for dataset in datasets:
-        name = plan.experiment if plan.experiment == dataset else f"{plan.experiment}-{dataset}"
-        options = {"--data": dataset}
-        if scale == "paper" and plan.trained_on:
-            options["--trained-on"] = plan.trained_on
-        source = tuple(
-            text for option, each in options.items() for text in (option, str(folders.get(each, f"DATA/{each}")))
-        )
-        lacking = [each for each in options.values() if each not in folders]
-        missing = f"no folder {' and no folder '.join(lacking)} in --data" if lacking else ""
-        minutes = plan.minutes if scale == "tiny" else None
-        model = _own_model(plan, dataset) if scale == "paper" and plan.own_model else ()
-        yield Step(name, plan.experiment, (*_common(plan, scale, seed), *source, *model, *arguments), missing, minutes)
+def _on_data(plan: Plan, dataset: str, folders: Mapping[str, Path], seed: int) -> Step:
+    """The step of an experiment on one data set, at the paper's scale."""
+    name = plan.experiment if plan.experiment == dataset else f"{plan.experiment}-{dataset}"
+    arguments = [*_common(plan, "paper", seed)]
+    needed = {"--data": dataset, **({"--trained-on": plan.trained_on} if plan.trained_on else {})}
+    for option, each in needed.items():
+        arguments += [option, str(folders.get(each, f"DATA/{each}"))]
+    if plan.own_model:
+        arguments += _own_model(plan, dataset)
+    lacking = [each for each in needed.values() if each not in folders]
+    missing = f"no folder {' and no folder '.join(lacking)} in --data" if lacking else ""
+    return Step(name, plan.experiment, (*arguments, *plan.paper_arguments), missing)
 
 
 def _own_model(plan: Plan, dataset: str) -> tuple[str, ...]:
-    """Arguments that name the model of the paper's scale that is trained on a data set, and the LM of its baselines."""
+    """Arguments that name the model that is trained on a data set, and the LM of its baselines."""
     setup = SCALES["paper"].get(plan.experiment, Setup(LARGEST, 0))
     lm = () if setup.lm is None else ("--lm", trained_on(setup.lm, dataset))
     return ("--model", trained_on(setup.model, dataset), *lm)
+
+
+def models_needed(step: Step) -> list[str]:
+    """The trained models that a step loads at the paper's scale, by path.
+
+    Raises:
+        ConfigError: for a preset that does not exist, or a model that no recipe trains.
+    """
+    setup = SCALES["paper"].get(step.experiment, Setup(LARGEST, 0))
+    name, lm = _argument(step, "--model") or setup.model, _argument(step, "--lm") or setup.lm
+    paths = []
+    if name in PRESETS:
+        tuned = tuned_lm(name, Path(_argument(step, "--data") or "").name)
+        paths += [] if tuned is None else [tuned.path]
+        if step.experiment == "perplexity":  # whose baselines start from the LM of a trained model
+            paths.append(f"runs/{name}/train/best")
+    else:
+        preset(TrainedModel.of(name).preset)
+        paths.append(name)
+    if step.experiment in _UPDATING:
+        paths += [_PROXY] if lm is None else [lm, _PROXY]
+    return paths
+
+
+def _argument(step: Step, option: str) -> str | None:
+    """The value of an option among a step's arguments."""
+    return step.arguments[step.arguments.index(option) + 1] if option in step.arguments else None
+
+
+class StepRecord(Config):
+    """The outcome of one step.
+
+    Attributes:
+        name: unique name of the step; its result is `<name>.json`.
+        experiment: name of its experiment.
+        status: `done`, `failed` or `not run`.
+        reason: why it failed or was not run; empty if done.
+    """
+
+    name: str
+    experiment: str
+    status: Literal["done", "failed", "not run"]
+    reason: str = ""
+
+
+def write_records(folder: Path, records: Sequence[StepRecord]) -> None:
+    """Writes the records of a folder of results; the file is whole at any time."""
+    write_text(folder / RECORDS, json.dumps([record.model_dump() for record in records], indent=1) + "\n")
+
+
+def read_records(folder: Path) -> list[StepRecord]:
+    """Reads the records of a folder of results; none if `eval.paper` has not run there.
+
+    Raises:
+        DataError: if their file is damaged.
+    """
+    path = folder / RECORDS
+    if not path.exists():
+        return []
+    try:
+        return [StepRecord.parse(record, path) for record in read_json(path, _LARGEST_FILE, follow=True)]
+    except (ValueError, TypeError, ConfigError) as error:
+        raise DataError(f"{path} is damaged; delete it: {error}") from None

@@ -35,7 +35,7 @@ from mac_rag.retrieval import Hit, Retriever
 
 # Batches that are generated between two writes of kept answers: few enough to lose little.
 _GROUP = 4
-_TIMES_UNUSED = ", times unused"  # behind the name of a row
+_TIMES_UNUSED = ", times unused"  # after the name of a row
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ def run_protocol(
     """Adapts an engine to a stream and asks its questions with and without memory and retrieved documents.
 
     The rows are the LM alone and MAC (the LM with memory alone). For each retriever and k follow the retriever (its
-    documents in front of the question, no memory) and both together. Documents that do not fit into the LM's window are
+    documents before the question, no memory) and both together. Documents that do not fit into the LM's window are
     shortened, and the row counts such prompts. Each row has its costs (`eval.harness.costs`).
 
     If questions have a moment, each row but the LM alone comes twice: with all documents, and `dated`, as of the moment
@@ -109,7 +109,7 @@ def run_protocol(
 
 @dataclass(frozen=True)
 class _Query:
-    """A question with the documents in front of it.
+    """A question with the documents before it.
 
     Attributes:
         prompt: the question and the documents as they fit into the LM's window.
@@ -183,7 +183,7 @@ class _Table:
                 self._add(row, undated=name if dated else None)
 
     def _add(self, row: Row, undated: str | None) -> None:
-        """Adds a row; `undated` names the same one that uses no dates, over which it has its gain by them."""
+        """Adds a row; `undated` names the row that uses no dates, over which the gain by dates is measured."""
         if undated is not None:
             gain = self._gain(row.name, undated).f1
             dates = dict(zip(BY_DATES, (gain.mean, gain.low, gain.high), strict=True))
@@ -191,7 +191,7 @@ class _Table:
         self.rows.append(row)
 
     def _queries(self, retriever: Retriever | None, k: int | None, dated: bool, times_used: bool) -> list[_Query]:
-        """Each question behind its retrieved documents, as far as they fit; equal prompts are common."""
+        """Fits each question with its retrieved documents into the window; equal prompts are common."""
         questions = [question.question for question in self.dataset.questions]
         moments = [question.as_of if dated else None for question in self.dataset.questions]
         hits: list[list[Hit]] = [[] for _ in questions]
@@ -213,7 +213,7 @@ class _Table:
         return None if moment is None else KnownDocuments(self.engine.snapshot, moment_of(moment))
 
     def _row(self, name: str, queries: Sequence[_Query], k: int | None, weight: float | None) -> Row:
-        """The row of these queries with this memory weight, or without memory for None; all are answered by now."""
+        """Makes the row of answered queries with a memory weight, or without memory for None."""
         questions = self.dataset.questions
         generated = [answer for query in queries if (answer := self.kept.find(query.prompt, weight))]
         answers = [
@@ -250,7 +250,7 @@ class _Table:
                     bar.advance(len(group))
 
     def _generate(self, prompts: Sequence[Prompt], weights: Sequence[float | None]) -> list[list[str]]:
-        """For each weight the answers to the prompts, which are sorted by length."""
+        """Generates, for each weight, the answers to the prompts, which are sorted by length."""
         is_dated = any(prompt.as_of is not None for prompt in prompts) and weights != (None,)
         if len(weights) == 1 and not is_dated:
             return [self._generate_at(prompts, weights[0])]
@@ -268,7 +268,7 @@ class _Table:
         return answers
 
     def _aggregated(self, prompts: Sequence[Prompt]) -> Tensor:
-        """phi* `[B, T, D]` of each question, as of its moment."""
+        """Computes phi* `[B, T, D]` of each question, as of its moment."""
         groups = _by_moment([prompt.as_of for prompt in prompts])
         parts = [
             self.engine.aggregate([prompts[place].question for place in places], as_of=moment)
@@ -279,7 +279,7 @@ class _Table:
         return phi
 
     def _generate_at(self, prompts: Sequence[Prompt], weight: float | None) -> list[str]:
-        """The answers to the prompts with one memory weight, or without memory for None."""
+        """Generates the answers to the prompts with one memory weight, or without memory for None."""
         answers = self.engine.answer(
             [self._fitted[prompt] for prompt in prompts],
             use_memory=weight is not None,
@@ -293,7 +293,7 @@ class _Table:
 
 
 def _by_moment(moments: Sequence[str | None]) -> dict[str | None, list[int]]:
-    """The places of each moment."""
+    """Groups indices by moment."""
     places: dict[str | None, list[int]] = {}
     for place, moment in enumerate(moments):
         places.setdefault(moment, []).append(place)
@@ -301,7 +301,7 @@ def _by_moment(moments: Sequence[str | None]) -> dict[str | None, list[int]]:
 
 
 def adapt(engine: MACEngine, documents: Sequence[Document], *, progress: bool = False) -> Adaptation:
-    """Adapts an engine to documents, in chunks where one is beyond the model's limit, and times it.
+    """Adapts an engine to documents, in chunks if one exceeds the model's limit, and times it.
 
     Raises:
         DocumentError: for an empty document.
@@ -331,7 +331,7 @@ def judge(questions: Sequence[Question], answers: Sequence[Answer]) -> list[Verd
 def summarize(
     name: str, questions: Sequence[Question], verdicts: Sequence[Verdict], documents: int, k: int | None, seconds: float
 ) -> Row:
-    """The row of a table: the means of the verdicts on each question.
+    """Makes the row of a table: the means of the verdicts on each question.
 
     Args:
         name: name of the row.
@@ -366,7 +366,7 @@ def summarize(
 
 
 def samples(questions: Sequence[Question], verdicts: dict[str, list[Verdict]]) -> tuple[Sample, ...]:
-    """Each question with the verdicts of all rows, by the name of the row."""
+    """Makes a sample of each question, with the verdicts of all rows by their names."""
     return tuple(
         Sample.of(question, {name: column[index] for name, column in verdicts.items()})
         for index, question in enumerate(questions)
@@ -374,7 +374,7 @@ def samples(questions: Sequence[Question], verdicts: dict[str, list[Verdict]]) -
 
 
 def some_questions(dataset: QADataset, count: int | None, seed: int) -> QADataset:
-    """The data set with at most `count` of its questions, drawn by the seed, in the order of the stream."""
+    """Keeps at most `count` questions of a data set, drawn by the seed, in the order of the stream."""
     if count is None or count >= len(dataset.questions):
         return dataset
     drawn = sorted(random.Random(seed).sample(range(len(dataset.questions)), count))

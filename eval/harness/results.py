@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Self
 from pydantic import ConfigDict, Field, ValidationError
 
 from eval.harness.bootstrap import Interval, paired_interval
-from eval.harness.scales import Scale
+from eval.harness.scales import Scale, command_of
 from mac_rag.atomic_files import write_text
 from mac_rag.config import Config
 from mac_rag.errors import ConfigError, DataError
@@ -111,7 +111,7 @@ class Gain(Config):
 
     @classmethod
     def over(cls, ours: Sequence[Verdict], theirs: Sequence[Verdict], *, seed: int) -> Gain:
-        """The gain of verdicts over others on the same questions, of which there is at least one."""
+        """Paired gain of `ours` over `theirs`, question by question. Needs at least one question."""
         em, f1 = (
             paired_interval([getattr(one, name) for one in ours], [getattr(one, name) for one in theirs], seed=seed)
             for name in ("em", "f1")
@@ -335,18 +335,18 @@ class Result(Config):
 
 
 def provenance(experiment: str) -> dict[str, Any]:
-    """The fields of a `Result` about the run itself: experiment, time, command, versions and commit."""
+    """Collects the fields of a `Result` about the run itself: experiment, time, command, versions and commit."""
     return {
         "experiment": experiment,
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
-        "command": shlex.join(["python", "-m", f"eval.{experiment}", *sys.argv[1:]]),
+        "command": shlex.join(["python", "-m", command_of(experiment)[0], *sys.argv[1:]]),
         "versions": _versions(),
         "git": checkout(),
     }
 
 
 def result_path(output: Path | None, experiment: str) -> Path:
-    """The path of the result file. Commands call it before the work, so that a bad path loses no hours.
+    """Returns the path of the result file. Call it before long work, so that an unwritable path fails at once.
 
     Args:
         output: the value of --output; None for `results/<experiment>-<time>.json`.
@@ -378,7 +378,7 @@ def _versions() -> dict[str, str]:
 
 
 def checkout() -> Commit | None:
-    """The commit of the checkout that tracks this file; None for an installed copy, even inside another checkout."""
+    """Finds the commit of the checkout that tracks this file; None for a copy that no checkout tracks."""
     try:
         _git("ls-files", "--error-unmatch", Path(__file__).name)
         return Commit(commit=_git("rev-parse", "HEAD").strip(), dirty=bool(_git("status", "--porcelain").strip()))

@@ -18,7 +18,7 @@ def show(rows: Sequence[Row], *, title: str) -> None:
 
 
 def show_further(rows: Sequence[Row]) -> None:
-    """Prints the scores that the table of `show` has no room for, if any row has one."""
+    """Prints the scores that do not fit into the table of `show`, if any row has one."""
     columns = _filled(
         {
             "substring %": [_percent(row.substring) for row in rows],

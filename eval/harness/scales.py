@@ -13,6 +13,21 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 Scale = Literal["tiny", "paper"]
+# Experiments that share a command, whose first argument names them.
+_SHARED = {
+    "hierarchical": "aggregation", "reduction": "aggregation",
+    "peft": "variants", "amortization": "variants", "quantization": "variants",
+}  # fmt: skip
+
+
+def command_of(experiment: str) -> tuple[str, ...]:
+    """The module of an experiment, and the argument that names the experiment if the module runs several.
+
+    Examples:
+        >>> command_of("retention"), command_of("peft")
+        (('eval.retention',), ('eval.variants', 'peft'))
+    """
+    return (f"eval.{_SHARED[experiment]}", experiment) if experiment in _SHARED else (f"eval.{experiment}",)
 
 
 @dataclass(frozen=True)
@@ -23,31 +38,28 @@ class Setup:
         model: name or folder of a MAC model; a preset's name where the experiment trains models itself.
         documents: documents of the test stream, from its beginning.
         questions: at most this many questions, drawn by the seed; None for all.
-        training_documents: at most this many documents of the training split; 0 if the experiment reads none.
-        lm: folder of the LM that the model was made around before it was quantised, where baselines start; None for
-            the model's own.
+        lm: folder of the unquantised LM that the model was made around, from which baselines start; None for the
+            model's own.
     """
 
     model: str
     documents: int
     questions: int | None = None
-    training_documents: int = 0
     lm: str | None = None
 
     def override(
         self, *, model: str | None = None, documents: int | None = None, questions: int | None = None
     ) -> Setup:
-        """A copy with the values that are not None; another model brings its own LM."""
+        """Returns a copy with every argument that is not None replaced. Setting `model` also resets `lm`."""
         return Setup(
             self.model if model is None else model,
             self.documents if documents is None else documents,
             self.questions if questions is None else questions,
-            self.training_documents,
             self.lm if model is None else None,
         )
 
     def options(self, parameters: Mapping[str, Any]) -> dict[str, Any]:
-        """A command's parameters with this model and these sizes, as the result file names them."""
+        """Returns a command's parameters with this model and these sizes, as the result file names them."""
         return {**parameters, "model": self.model, "documents": self.documents, "questions": self.questions}
 
 
@@ -61,17 +73,16 @@ TINY_SCALE: dict[str, Setup] = {
     "reduction": Setup("mac-tiny", 512, 256),
     "peft": Setup("mac-tiny", 256),
     "ood": Setup("mac-tiny", 512, 512),
-    "perplexity": Setup("mac-tiny", 256, training_documents=2_500),
+    "perplexity": Setup("mac-tiny", 256),
     "amortization": Setup("mac-tiny", 256),
     "quantization": Setup("mac-tiny", 256),
-    "contamination": Setup("mac-tiny", 512, 256, training_documents=5_000),
     "conflict": Setup("mac-tiny", 1665, 128),
 }
 # What pipelines.tune_qa leaves of GPT2-XL. MAC is trained around it in 4 bit, and the baselines update it as it is.
 _XL = "runs/gpt2-xl/tune_qa/best"
 # The models of the paper's tables and figures, and its streams of 1,665 documents.
 PAPER_SCALE: dict[str, Setup] = {
-    "main_table": Setup("runs/gpt2-xl/train/best", 1665, lm=_XL),  # tables 1 and 9
+    "main_table": Setup("runs/gpt2-xl/train/best", 1665, lm=_XL),  # tables 1, 9 and 10
     "adaptation_cost": Setup("runs/gpt2-xl/train/best", 1665, lm=_XL),  # figure 2
     "retention": Setup("runs/gpt2-xl/train/best", 1600, lm=_XL),  # figure 3
     "dropout_memory": Setup("llama2-7b", 1665),  # table 3, on StreamingQA; figure 4 is of GPT2-XL (--model gpt2-xl)
@@ -83,10 +94,9 @@ PAPER_SCALE: dict[str, Setup] = {
     "reduction": Setup("runs/llama2-7b/train/best", 1665),
     "peft": Setup("gpt2-xl", 1665),  # table 4, on StreamingQA, without FiLM
     "ood": Setup("runs/gpt2-xl/train/best", 1665, lm=_XL),  # table 5, from StreamingQA to SQuAD and ArchivalQA
-    "perplexity": Setup("gpt2-large", 1665, training_documents=1_000_000),  # table 6, on StreamingQA
+    "perplexity": Setup("gpt2-large", 1665),  # table 6, on StreamingQA
     "amortization": Setup("gpt2-xl", 1665),  # table 7, on StreamingQA
     "quantization": Setup("llama2-7b", 1665),  # table 8, on all three data sets
-    "contamination": Setup("runs/gpt2-xl/train/best", 1665, training_documents=1_000_000),  # table 10, on StreamingQA
     "conflict": Setup("runs/llama2-7b/train/best", 1665),
 }
 SCALES: dict[Scale, dict[str, Setup]] = {"tiny": TINY_SCALE, "paper": PAPER_SCALE}

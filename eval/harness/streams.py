@@ -55,9 +55,9 @@ QuestionsOption = Annotated[
 
 
 def named_data(data: str) -> tuple[str, Path]:
-    """The name and the path of a data set from `--data`: `streamingqa:/corpora/sqa`, or `data/streamingqa` for short.
+    """Parses `--data` into name and path: `streamingqa:/corpora/sqa`, or `data/streamingqa` for short.
 
-    A file or folder of another name is data of one's own, `own:PATH`, and so is `hub:OWNER/NAME`.
+    A file or folder of another name is the user's own data, `own:PATH`, and so is `hub:OWNER/NAME`.
 
     Raises:
         ConfigError: if it names no data set.
@@ -85,7 +85,7 @@ def named_data(data: str) -> tuple[str, Path]:
 def open_stream(
     data: str | None, split: str, documents: int | None, questions: int | None = None, *, seed: int, scale: Scale
 ) -> tuple[QADataset, str]:
-    """The first documents of a stream with their questions.
+    """Opens the first documents of a stream with their questions.
 
     Args:
         data: the value of `--data`; None for generated newswire.

@@ -27,13 +27,11 @@ class System(ABC):
         name: name of its row in tables.
         settings: its settings in the result: learning rate, kind of spans, k, ...
         networks: networks that adaptation holds in memory.
-        tokens_fed: tokens of all prompts that the LM has read so far to answer questions.
     """
 
     name: str
     settings: Mapping[str, str | int | float] = {}
     networks: Sequence[nn.Module] = ()
-    tokens_fed: int = 0
 
     @abstractmethod
     def adapt(self, documents: Sequence[Document]) -> None:
@@ -71,13 +69,11 @@ class MACSystem(System):
         self._engine.adapt(documents)
 
     def answer(self, questions: Sequence[str]) -> list[str]:
-        prompts = [self._engine.model.fit_to_window(question, overflow="error") for question in questions]
-        self.tokens_fed += sum(len(prompt.ids) + self._engine.model.config.tokens_in_prompt for prompt in prompts)
-        return [answer.text for answer in self._engine.answer(prompts, batch_size=self._batch_size, progress=True)]
+        return [answer.text for answer in self._engine.answer(questions, batch_size=self._batch_size, progress=True)]
 
 
 def generate(base_lm: BaseLM, prompts: Sequence[Sequence[int]], *, max_new_tokens: int, batch_size: int) -> list[str]:
-    """Greedy answers of an LM to any number of prompts, in batches of similar length.
+    """Answers any number of prompts greedily, in batches of similar length.
 
     Args:
         base_lm: the LM.
@@ -110,14 +106,11 @@ def ask(name: str, system: System, questions: Sequence[Question], documents: int
         documents: number of documents that the system has adapted to.
 
     Returns:
-        The row, with `lm_tokens`, the mean number of prompt tokens that the LM reads; and the verdict on each answer.
+        The row, and the verdict on each answer.
     """
-    began, fed = time.perf_counter(), system.tokens_fed
+    began = time.perf_counter()
     texts = system.answer([question.question for question in questions])
     seconds = time.perf_counter() - began
     verdicts = judge(questions, [Answer(text, (), (), False) for text in texts])
     row = summarize(name, questions, verdicts, documents, None, seconds)
-    fed = system.tokens_fed - fed
-    measures = {"lm_tokens": fed / len(questions)} if fed else {}
-    update = {"settings": {"method": system.name, **system.settings}, "measures": measures}
-    return row.model_copy(update=update), verdicts
+    return row.model_copy(update={"settings": {"method": system.name, **system.settings}}), verdicts

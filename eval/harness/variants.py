@@ -20,7 +20,7 @@ import torch
 from filelock import FileLock
 
 from eval.harness.command import report
-from eval.harness.paper_models import tuned_lm
+from eval.harness.paper_plan import tuned_lm
 from eval.harness.protocol import judge, samples, summarize
 from eval.harness.scales import Scale, Setup
 from eval.harness.streams import named_data, open_stream, write_once
@@ -113,7 +113,7 @@ class Training:
                 raise ConfigError("--scale paper trains on the paper's data sets; give one with --data")
 
     def recipe(self, fresh: Part | None, changes: Mapping[str, Any] | None = None) -> TrainConfig:
-        """The recipe of one variant.
+        """Makes the recipe of one variant.
 
         Args:
             fresh: the part that is initialized anew at the tiny scale; None for none.
@@ -161,7 +161,7 @@ class Training:
 
 
 def stories(split: str, count: int, seed: int) -> QADataset:
-    """Newswire stories of one sentence with one question each: the lead, which names the subject and tells one fact."""
+    """Makes newswire stories of one sentence, the lead that names the subject and one fact, with one question each."""
     whole = generate(split, count, seed=seed, questions_per_document=4, update_rate=0.0)
     leads = [re.split(r"(?<=[.!?])\s+(?=[A-Z])", document.text)[1] for document in whole.documents]
     documents = [Document(document.id, lead, document.metadata) for document, lead in zip(whole.documents, leads)]
@@ -170,7 +170,7 @@ def stories(split: str, count: int, seed: int) -> QADataset:
 
 
 def grafted(config: MACConfig, trained: Path, fresh: Part | None, folder: Path, seed: int) -> Path:
-    """A checkpoint with all weights of a trained model, except those of one part, which are new; made once.
+    """Makes a checkpoint with the weights of a trained model, except one part, whose weights are new; makes it once.
 
     Args:
         config: configuration of the new model; only the fresh part may have other sizes.

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from eval.harness.bootstrap import Interval, paired_interval
-from eval.harness.paper_steps import StepRecord, read_records
-from eval.harness.results import Data, Result, Row, Sample
+from eval.harness.paper_plan import RECORDS, StepRecord, read_records
+from eval.harness.results import Data, Result, Row
 from mac_rag.errors import DataError
 
 
@@ -29,7 +29,7 @@ class ResultFile:
         )
 
     def by_dataset(self) -> list[ResultFile]:
-        """One part for each data set that its rows name, and one for the rows that name none."""
+        """Splits the result: a part for each data set that its rows name, and one for the rows that name none."""
         named = dict.fromkeys(row.settings.get("dataset") for row in self.result.rows)
         if len(named) < 2:
             return [self]
@@ -40,19 +40,15 @@ class ResultFile:
             parts.append(ResultFile(self.path, self.result.model_copy(update={"rows": rows, "data": data})))
         return parts
 
-    def samples(self) -> tuple[Sample, ...]:
-        """The samples of the result.
+    def difference(self, ours: Row, theirs: Row) -> Interval | None:
+        """F1 of one row less that of another, over their common questions; None if they have none.
 
         Raises:
-            DataError: if their file is missing or changed.
+            DataError: if the file of samples is missing or changed.
         """
-        return self.result.read_samples(self.path)
-
-    def difference(self, ours: Row, theirs: Row) -> Interval | None:
-        """F1 of one row less that of another, over their common questions; None if they have none."""
         pairs = [
             (sample.rows[ours.name].f1, sample.rows[theirs.name].f1)
-            for sample in self.samples()
+            for sample in self.result.read_samples(self.path)
             if ours.name in sample.rows and theirs.name in sample.rows
         ]
         if not pairs:
@@ -92,7 +88,7 @@ def collect(folders: Sequence[Path]) -> Collection:
         if not folder.is_dir():
             raise DataError(f"{folder} is no folder of results")
         records += read_records(folder)
-        for path in _result_files(folder):
+        for path in sorted(set(folder.glob("*.json")) - {folder / RECORDS}):
             try:
                 file = ResultFile(path, Result.read(path))
             except DataError as error:
@@ -105,12 +101,6 @@ def collect(folders: Sequence[Path]) -> Collection:
         reasons = "".join(f"\n  {reason}" for reason in refused.values())
         raise DataError(f"no result in {', '.join(map(str, folders))}; python -m eval.paper makes them{reasons}")
     return Collection(tuple(sorted(newest.values(), key=lambda file: file.path.name)), refused, tuple(records))
-
-
-def _result_files(folder: Path) -> Iterator[Path]:
-    for path in sorted(folder.glob("*.json")):
-        if path.name != "steps.json":
-            yield path
 
 
 def _name(data: Data) -> str:

@@ -47,7 +47,7 @@ UNITS = {
 
 
 def figure(row: Row, name: str) -> float | None:
-    """A figure of a row by its name; None if the row does not have it.
+    """Finds a figure of a row by its name; None if the row does not have it.
 
     It is a score in percent, a measure, or a setting or field that is a number.
     """
@@ -71,7 +71,7 @@ def label(name: str) -> str:
 
 
 def written(name: str, value: float | None) -> str:
-    """A figure as text for a table; a dash for None."""
+    """Formats a figure for a table; a dash for None."""
     if value is None:
         return "–"
     if name in SCORES:
@@ -84,7 +84,7 @@ def written(name: str, value: float | None) -> str:
 
 
 def column(name: str, values: Sequence[float | None]) -> list[str]:
-    """The figures of a column as texts, with equally many decimals if they are of similar size."""
+    """Formats the figures of a column, with equally many decimals if they are of similar size."""
     known = [abs(value) for value in values if value is not None and isfinite(value)]
     sizes = [value for value in known if value]
     if name in SCORES or not sizes or max(sizes) / min(sizes) > 1000 or max(sizes) < 0.01:
@@ -97,5 +97,5 @@ def column(name: str, values: Sequence[float | None]) -> list[str]:
 
 
 def with_figure(rows: Iterable[Row], *names: str) -> list[Row]:
-    """The rows that have all these figures."""
+    """Selects the rows that have all these figures."""
     return [row for row in rows if all(figure(row, name) is not None for name in names)]

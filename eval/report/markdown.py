@@ -5,13 +5,14 @@ from __future__ import annotations
 import re
 from html import escape
 
+from eval.harness.scales import command_of
 from eval.report.collect import Collection
 from eval.report.summary import TITLE, about, checked, provenance, sections
 from eval.report.tables import Table, table
 
 
 def markdown(collection: Collection) -> str:
-    """The Markdown text of a report."""
+    """Writes a report as Markdown."""
     lines = [f"# {TITLE}: results", "", "## The paper's findings", "", "| finding | ours | numbers | paper |"]
     lines.append("| --- | --- | --- | --- |")
     for entry in checked(collection):
@@ -23,7 +24,7 @@ def markdown(collection: Collection) -> str:
         experiment = part.experiment
         missing += [f"- {_text(experiment.title)}: {_text(reason)}" for reason in part.absent]
         if not part.results:
-            command = _code(f"python -m eval.{experiment.name}")
+            command = _code(f"python -m {' '.join(command_of(experiment.name))}")
             missing += [] if part.absent else [f"- {_text(experiment.title)}: no result; {command}"]
             continue
         lines += ["", f"## {_text(experiment.title)}", ""]
@@ -57,12 +58,12 @@ def _cell(text: str) -> str:
 
 
 def _text(text: str) -> str:
-    """A value as a line of plain text: no HTML, links, code, emphasis or line breaks."""
+    """Escapes a value as a line of plain text: no HTML, links, code, emphasis or line breaks."""
     return re.sub(r"([\\`*_\[\]])", r"\\\1", escape(" ".join(text.split()), quote=False))
 
 
 def _code(text: str) -> str:
-    """A value as a code span, in more backticks than stand together in it."""
+    """Makes a value a code span, with more backticks than stand together in it."""
     text = " ".join(text.split())
     ticks = "`" * (1 + max(map(len, re.findall("`+", text)), default=0))
     return f"{ticks} {text} {ticks}" if "`" in text else f"`{text}`"

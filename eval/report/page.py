@@ -10,10 +10,10 @@ from html import escape
 from importlib.resources import files
 
 from eval.harness.results import Quote
+from eval.harness.scales import command_of
 from eval.report.collect import Collection, ResultFile
-from eval.report.published import published_of
 from eval.report.summary import TITLE, Checked, Section, about, checked, provenance, sections, tally
-from eval.report.tables import Table, paper_table, table
+from eval.report.tables import Table, paper_table, published_of, table
 from mac_rag.sources import highlights
 
 # A longer table is folded up below its plot.
@@ -25,7 +25,7 @@ NONE = '<span class="mark none">not run</span>'
 
 
 def page(collection: Collection) -> str:
-    """The HTML text of a report."""
+    """Writes a report as HTML."""
     style = files("eval.report").joinpath("style.css").read_text(encoding="utf-8")
     parts, findings = sections(collection), checked(collection)
     body = [
@@ -127,7 +127,7 @@ def _result(part: Section, file: ResultFile) -> str:
 
 
 def _quotes(quotes: Sequence[Quote]) -> str:
-    """Answers with the sentences that they rest on, in which the answer is marked."""
+    """Lists answers with the sentences that they rest on; marks the answer in them."""
     lines = "".join(
         f"<dt>{escape(quote.question)}</dt><dd><b>{escape(quote.answer)}</b> {escape(quote.document_id)}: "
         f"<q>{_marked(quote.sentence, quote.answer)}</q></dd>"
@@ -162,7 +162,7 @@ def _missing(parts: Sequence[Section]) -> str:
     lines = "".join(
         f'<div class="finding" id="{_id(part)}"><p>{NONE}</p><div><p class="claim">{escape(part.experiment.title)}</p>'
         f'<p class="paper">{escape(part.experiment.source or "not in the paper")} · '
-        f"<code>python -m eval.{escape(part.experiment.name)}</code></p>"
+        f"<code>python -m {escape(' '.join(command_of(part.experiment.name)))}</code></p>"
         + "".join(f'<p class="numbers">{escape(reason)}</p>' for reason in part.absent)
         + "</div></div>"
         for part in parts

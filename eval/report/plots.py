@@ -193,7 +193,7 @@ def is_mac(row: Row) -> bool:
 
 
 def palette(names: Iterable[str]) -> dict[str, str]:
-    """A colour for each line: MAC always has its own, the others take theirs in order."""
+    """Gives each line a colour: MAC always has its own, the others take theirs in order."""
     names = list(names)
     others = [name for name in names if name.split()[:1] != ["MAC"]]
     colours = {name: OTHERS[index % len(OTHERS)] for index, name in enumerate(others)}
@@ -227,7 +227,7 @@ def _finish(axes: Any, grid: str | None) -> None:
 
 
 def svg(drawing: Figure, salt: str) -> str:
-    """A drawing as an `<svg>` element for a page with several.
+    """Makes a drawing an `<svg>` element for a page with several.
 
     Args:
         drawing: a matplotlib figure.

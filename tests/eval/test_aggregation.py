@@ -1,4 +1,4 @@
-"""eval.hierarchical and eval.reduction on a tiny model: which rows they write, and what those are held against."""
+"""eval.aggregation on a tiny model: which rows they write, and what those are held against."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SIZES = ("--documents", 16, "--questions", 6, "--batch-size", 4)
 
 def test_hierarchical(command: Command, tiny_checkpoint: Path, tmp_path: Path) -> None:
     arguments = ("--model", tiny_checkpoint, *SIZES, "--subgroups", "2,8", "--output", "r.json")
-    assert command("eval.hierarchical", *arguments)[0] == 0
+    assert command("eval.aggregation", "hierarchical", *arguments)[0] == 0
     result = Result.read(tmp_path / "r.json")
     rows = {row.name: row for row in result.rows}
     assert list(rows) == ["full", "streaming", "hierarchical, M = 2", "hierarchical, M = 8"]
@@ -31,13 +31,13 @@ def test_hierarchical(command: Command, tiny_checkpoint: Path, tmp_path: Path) -
 
 
 def test_subgroups_of_one_are_refused(command: Command) -> None:
-    code, _, errors = command("eval.hierarchical", "--subgroups", "1,4")
+    code, _, errors = command("eval.aggregation", "hierarchical", "--subgroups", "1,4")
     assert code == 1
     assert "--subgroups must be at least 2" in errors
 
 
 def test_reduction(command: Command, tiny_checkpoint: Path, tmp_path: Path) -> None:
-    assert command("eval.reduction", "--model", tiny_checkpoint, *SIZES, "--output", "r.json")[0] == 0
+    assert command("eval.aggregation", "reduction", "--model", tiny_checkpoint, *SIZES, "--output", "r.json")[0] == 0
     rows = {row.name: row for row in Result.read(tmp_path / "r.json").rows}
     assert next(iter(rows)) == "whole bank"
     assert len(rows) == 1 + 3 * 3
@@ -48,7 +48,7 @@ def test_reduction(command: Command, tiny_checkpoint: Path, tmp_path: Path) -> N
 
 
 def test_the_papers_scale_needs_data(command: Command) -> None:
-    for module in ("eval.hierarchical", "eval.reduction", "eval.cross_attention"):
-        code, _, errors = command(module, "--scale", "paper")
+    for names in (("eval.aggregation", "hierarchical"), ("eval.aggregation", "reduction"), ("eval.cross_attention",)):
+        code, _, errors = command(*names, "--scale", "paper")
         assert code == 1
         assert "give one with --data" in errors

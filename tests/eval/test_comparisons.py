@@ -6,11 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from eval.baselines.camels_training import CamelsConfig
-from eval.baselines.ccm_system import CCMConfig
-from eval.baselines.factory import SystemFactory
-from eval.baselines.methods import METHODS
-from eval.baselines.scales import PAPER_SCALE, SCALES, BaselineSetup
+from eval.baselines.camels import CamelsConfig
+from eval.baselines.ccm import CCMConfig
+from eval.baselines.factory import PAPER_SCALE, SCALES, BaselineSetup, SystemFactory
+from eval.baselines.options import METHODS
 from eval.harness.results import Result, Row
 from mac_rag.config import BaseLMConfig
 from mac_rag.data.newswire.generate import generate

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from eval.conflict import conflicts, measure, newest_only
 from eval.harness.bootstrap import paired_interval
+from eval.harness.conflict import conflicts, measure, newest_only
 from eval.harness.results import Result
 from mac_rag.data.archivalqa import write_archivalqa
 from mac_rag.data.metrics import exact_match

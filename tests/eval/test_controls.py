@@ -9,9 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from eval.harness.controls import Controls, ask_controls
+from eval.harness.controls import Controls, answers_from_two_texts, ask_controls
 from eval.harness.results import Result
-from eval.harness.two_texts import answers_from_two_texts
 from mac_rag.config import AggregationConfig, ExtractiveConfig
 from mac_rag.data.newswire.generate import generate
 from mac_rag.engine import MACEngine

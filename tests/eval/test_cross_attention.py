@@ -49,7 +49,7 @@ def test_the_map_sums_to_the_attention_of_the_model(tiny_model: MACModel, prior:
 
 
 def test_command(command: Command, tiny_checkpoint: Path, tmp_path: Path) -> None:
-    arguments = ("--model", tiny_checkpoint, "--documents", 12, "--questions", 3, "--distractors", 2)
+    arguments = ("--model", tiny_checkpoint, "--documents", 12, "--questions", 3)
     code, shown, _ = command("eval.cross_attention", *arguments, "--output", "r.json")
     assert code == 0
     assert "distractor 1" not in shown  # the map is for a plot
@@ -59,10 +59,10 @@ def test_command(command: Command, tiny_checkpoint: Path, tmp_path: Path) -> Non
     ]
     for kind, summary in (("bm25", rows[0]), ("random", rows[2])):
         cells = [row for row in rows[4:] if row.settings["distractors"] == kind]
-        assert len(cells) == 3 * 4
+        assert len(cells) == 6 * 4
         assert sum(cell.measures["mass"] for cell in cells) == pytest.approx(1, abs=1e-5)
         gold = [cell.measures["mass"] for cell in cells if cell.settings["document"] == "gold"]
         assert sum(gold) == pytest.approx(summary.measures["gold_mass"], abs=1e-5)
-    code, _, errors = command("eval.cross_attention", *arguments, "--distractors", 12)
+    code, _, errors = command("eval.cross_attention", *arguments[:2], "--documents", 5, "--questions", 3)
     assert code == 1
-    assert "--distractors is 12, but the stream has only 12 documents" in errors
+    assert "the map has 6 documents, but the stream has only 5" in errors

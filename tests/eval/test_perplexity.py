@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,9 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from eval.harness.results import Result
-from eval.harness.scales import TINY_SCALE
 from eval.harness.variants import Training
-from eval.perplexity import BEGINNING, continuations, cut, language_recipe, perplexity
+from eval.perplexity import BEGINNING, TRAINING_DOCUMENTS, continuations, cut, language_recipe, perplexity
 from mac_rag.data.archivalqa import write_archivalqa
 from mac_rag.data.newswire.generate import generate
 from mac_rag.data.types import Document, QADataset
@@ -63,7 +61,7 @@ def test_continuations_keep_every_word(texts: list[str]) -> None:
 
 
 def test_command(command: Command, tiny_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(TINY_SCALE, "perplexity", replace(TINY_SCALE["perplexity"], training_documents=40))
+    monkeypatch.setitem(TRAINING_DOCUMENTS, "tiny", 40)
     arguments = (
         "--model",
         tiny_checkpoint,

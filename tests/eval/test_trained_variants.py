@@ -1,26 +1,21 @@
-"""eval.peft, eval.quantization and eval.amortization: their rows, and their recipes for the paper's scale."""
+"""The experiments of eval.variants: their rows, and their recipes for the paper's scale."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from eval.amortization import PAPER as DESIGNS
-from eval.amortization import tiny_designs
 from eval.dropout_memory import TABLE
 from eval.harness.results import Result
 from eval.harness.variants import Training
-from eval.peft import KINDS
-from eval.quantization import PRECISIONS
+from eval.variants import DESIGNS, KINDS, PRECISIONS, tiny_designs
 from mac_rag.config import EncoderConfig
 from mac_rag.lm.loading import INT8_LM, load_backbone
 from mac_rag.model import MACModel
-from mac_rag.model.checkpoint import read_config
 from mac_rag.model.presets import merged
 from tests.eval.helpers import Command
 
@@ -30,7 +25,7 @@ pytestmark = pytest.mark.usefixtures("few_stories")
 
 @pytest.mark.slow
 def test_peft(command: Command, tiny_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    code, _, _ = command("eval.peft", "--model", tiny_checkpoint, *SMALL)
+    code, _, _ = command("eval.variants", "peft", "--model", tiny_checkpoint, *SMALL)
     assert code == 0
     result = Result.read(tmp_path / "r.json")
     assert [row.settings["method"] for row in result.rows] == list(KINDS)
@@ -43,14 +38,14 @@ def test_peft(command: Command, tiny_checkpoint: Path, tmp_path: Path, monkeypat
         raise AssertionError("a finished training was made again")
 
     monkeypatch.setattr("pipelines.trainer.Trainer.run", again)
-    assert command("eval.peft", "--model", tiny_checkpoint, *SMALL)[0] == 0
+    assert command("eval.variants", "peft", "--model", tiny_checkpoint, *SMALL)[0] == 0
     assert [row.measures["answer_loss"] for row in Result.read(tmp_path / "r.json").rows] == losses
 
 
 def test_quantization_lists_4_bit_as_not_run_without_a_gpu(
     command: Command, tiny_checkpoint: Path, tmp_path: Path
 ) -> None:
-    code, shown, _ = command("eval.quantization", "--model", tiny_checkpoint, *SMALL)
+    code, shown, _ = command("eval.variants", "quantization", "--model", tiny_checkpoint, *SMALL)
     assert code == 0
     result = Result.read(tmp_path / "r.json")
     expected = ["32bit", "16bit"] + ["4bit"] * torch.cuda.is_available()
@@ -62,31 +57,13 @@ def test_quantization_lists_4_bit_as_not_run_without_a_gpu(
 
 @pytest.mark.slow
 def test_amortization(command: Command, tiny_checkpoint: Path, tmp_path: Path) -> None:
-    assert command("eval.amortization", "--model", tiny_checkpoint, *SMALL)[0] == 0
+    assert command("eval.variants", "amortization", "--model", tiny_checkpoint, *SMALL)[0] == 0
     result = Result.read(tmp_path / "r.json")
     assert [row.settings["method"] for row in result.rows] == [*DESIGNS, "decoder-only, pretrained"]
     trained = [json.loads(path.read_text()) for path in (tmp_path / "variants").glob("*/best/config.json")]
     assert sorted(config["amortization"]["design"] for config in trained) == [
         "decoder-only", "decoder-only", "encoder-decoder", "encoder-only",
     ]  # fmt: skip
-
-
-@pytest.mark.slow
-def test_designs_start_from_the_models_of_the_options(
-    command: Command, tiny_checkpoint: Path, model_folder: Callable[[str], Path], tmp_path: Path
-) -> None:
-    starts = {"--t5": model_folder("t5"), "--decoder": model_folder("gpt2")}
-    given = [text for pair in starts.items() for text in pair]
-    assert command("eval.amortization", "--model", tiny_checkpoint, *given, *SMALL)[0] == 0
-    started = [read_config(path.parent).amortization for path in (tmp_path / "variants/starts").glob("*/amortization")]
-    assert {part.design: part.name for part in started if part.name} == {
-        "encoder-decoder": str(starts["--t5"]),
-        "encoder-only": str(starts["--t5"]),
-        "decoder-only": str(starts["--decoder"]),
-    }
-    note = " ".join(Result.read(tmp_path / "r.json").notes)
-    assert f"encoder-only starts from {starts['--t5']}" in note
-    assert "random" not in note
 
 
 def test_designs_start_from_the_embeddings_of_a_model_stored_as_int8(tiny_checkpoint: Path, tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from eval.harness.results import Result
-from eval.harness.selective import auroc, expected_calibration_error, risk_at_coverage
+from eval.unanswerable import auroc, expected_calibration_error, risk_at_coverage
 from mac_rag.model import MACModel
 from tests.eval.helpers import Command
 from tests.pipelines.helpers import command as pipeline

@@ -9,19 +9,21 @@ from pathlib import Path
 import pytest
 import torch
 
-from eval.baselines import camels_training
+from eval.baselines import camels
 from eval.baselines.camels import (
+    CamelsConfig,
     CamelsWeights,
     Lesson,
     check_proxy,
     drift,
     inner_update,
     meta_loss,
+    meta_train,
     new_network,
     parameters,
+    trained_network,
 )
-from eval.baselines.camels_training import CamelsConfig, meta_train, trained_network
-from eval.baselines.weighting import passages
+from eval.baselines.finetuning import passages
 from mac_rag.config import BaseLMConfig, PromptFormat
 from mac_rag.data.newswire.generate import generate
 from mac_rag.errors import ConfigError, ModelLoadError
@@ -34,7 +36,7 @@ CONFIG = CamelsConfig(steps=2, accumulate=2, inner_rate=0.05, learning_rate=1e-2
 
 @pytest.fixture(autouse=True)
 def few_documents(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(camels_training, "_DOCUMENTS", 2)
+    monkeypatch.setattr(camels, "_DOCUMENTS", 2)
 
 
 @pytest.fixture

@@ -9,8 +9,7 @@ from statistics import median
 import pytest
 import torch
 
-from eval.baselines.ccm import CCM, generate_behind
-from eval.baselines.ccm_system import CCMConfig, CCMSystem, compressible, train, trained_ccm
+from eval.baselines.ccm import CCM, CCMConfig, CCMSystem, compressible, generate_after, train, trained_ccm
 from mac_rag.data.newswire.generate import generate
 from mac_rag.data.types import Document
 from mac_rag.errors import BankError
@@ -75,11 +74,11 @@ def test_answers_equal_one_plain_pass(tiny_model: MACModel, ccm: CCM) -> None:
     texts = [document.text[: 40 + 30 * index] for index, document in enumerate(STREAM.documents)]
     compressed = ccm.compress(base_lm, [base_lm.prompts.prompt_start([text]) for text in texts])
     prompts = [base_lm.prompts.question(question) for question in ASKED]
-    answers = generate_behind(base_lm, compressed, prompts, max_new_tokens=6)
+    answers = generate_after(base_lm, compressed, prompts, max_new_tokens=6)
     assert answers == [plain_answer(tiny_model, ccm, text, asked, 6) for text, asked in zip(texts, ASKED)]
     shuffled = list(range(len(texts)))
     random.Random(0).shuffle(shuffled)
-    assert generate_behind(
+    assert generate_after(
         base_lm, compressed[torch.tensor(shuffled)], [prompts[i] for i in shuffled], max_new_tokens=6
     ) == [answers[i] for i in shuffled]
 

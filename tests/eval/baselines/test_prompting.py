@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
-
 import pytest
 
-from eval.baselines.finetuning import FineTuning
 from eval.baselines.prompting import FewShot, RetrieverOnly, drawn_examples
-from eval.baselines.weighting import UniformWeights
 from eval.harness.systems import MACSystem, ask
 from mac_rag.data.newswire.generate import generate
 from mac_rag.engine import MACEngine
 from mac_rag.errors import ConfigError
-from mac_rag.lm.base_lm import BaseLM
 from mac_rag.model import MACModel
 from mac_rag.retrieval import BM25Retriever
 
@@ -56,7 +50,7 @@ def test_examples_are_drawn_by_the_seed() -> None:
 
 
 def test_the_retriever_alone_is_the_engine_without_memory(tiny_model: MACModel) -> None:
-    system = RetrieverOnly(tiny_model, BM25Retriever(), "bm25", 2)
+    system = RetrieverOnly(tiny_model, 2)
     system.adapt(STREAM.documents[:3])
     system.adapt(STREAM.documents[3:])
     engine = MACEngine(tiny_model, retriever=BM25Retriever(), k=2)
@@ -73,29 +67,3 @@ def test_mac_as_a_system_is_the_engine_and_is_scored_like_it(tiny_model: MACMode
     row, verdicts = ask("a name", system, STREAM.questions, 8)
     assert [verdict.prediction for verdict in verdicts] == [answer.text for answer in engine.answer(ASKED)]
     assert (row.name, row.settings, row.documents, row.questions) == ("a name", {"method": "MAC"}, 8, 8)
-
-
-@pytest.mark.parametrize("kind", ["MAC", "retriever", "few-shot", "fine-tuned"])
-def test_the_tokens_of_a_row_are_those_of_the_prompts_that_the_lm_reads(
-    tiny_model: MACModel, monkeypatch: pytest.MonkeyPatch, kind: str
-) -> None:
-    systems = {
-        "MAC": lambda: MACSystem(tiny_model, batch_size=3),
-        "retriever": lambda: RetrieverOnly(tiny_model, BM25Retriever(), "bm25", 2),
-        "few-shot": lambda: FewShot(tiny_model, TRAINING[:2]),
-        "fine-tuned": lambda: FineTuning(tiny_model.base_lm, UniformWeights(), 1e-4),
-    }
-    system = systems[kind]()
-    system.adapt(STREAM.documents[:4])
-    read: list[int] = []
-    generate_by_lm = BaseLM.generate
-
-    def counted(lm: BaseLM, prompts: Sequence[Sequence[int]], *arguments: Any, **options: Any) -> list[str]:
-        read.extend(map(len, prompts))
-        return generate_by_lm(lm, prompts, *arguments, **options)
-
-    monkeypatch.setattr(BaseLM, "generate", counted)
-    for _ in range(2):  # a system that is asked again begins anew
-        read.clear()
-        row, _ = ask("any", system, STREAM.questions[:5], 4)
-        assert row.measures == {"lm_tokens": sum(read) / 5}

@@ -12,8 +12,15 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from eval.baselines.spans import RULES, salient_spans
-from eval.baselines.weighting import Passage, SalientSpanWeights, UniformWeights, passages, weighted_loss
+from eval.baselines.finetuning import (
+    RULES,
+    Passage,
+    SalientSpanWeights,
+    UniformWeights,
+    passages,
+    salient_spans,
+    weighted_loss,
+)
 from mac_rag.model import MACModel
 from pipelines.corpora.salient_spans import rule_spans
 

@@ -10,9 +10,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from eval.baselines.factory import SystemFactory
+from eval.baselines.factory import SCALES, SystemFactory
 from eval.baselines.finetuning import FineTuning
-from eval.baselines.scales import SCALES
 from eval.harness.results import Result
 from eval.harness.scales import PAPER_SCALE, Setup
 from mac_rag.data.newswire.generate import generate

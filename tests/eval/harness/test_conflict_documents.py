@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from eval.harness.conflict_documents import counterfactual, outdated, replaced, shape, superseded
+from eval.harness.conflict import counterfactual, outdated, replaced, shape, superseded
 from mac_rag.data.metrics import normalize
 from mac_rag.data.newswire.generate import generate
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from eval.harness.paper_steps import StepRecord, write_records
+from eval.harness.paper_plan import StepRecord, write_records
 from eval.harness.results import Commit, Data, Model, Quote, Row, Sample, Verdict
 from eval.report.collect import collect
 from eval.report.markdown import markdown
@@ -86,7 +86,7 @@ def hostile(folder: Path, text: str) -> None:
     result("cross_attention", heat, **everything).write(folder / f"{name} 3.json")
     result("retention", lines, **everything).write(folder / f"{name} 4.json")
     (folder / f"{name} 5.json").write_text('{"schema_version": 1}')
-    write_records(folder, [StepRecord(name=text, experiment="peft", command=text, status="failed", reason=text)])
+    write_records(folder, [StepRecord(name=text, experiment="peft", status="failed", reason=text)])
 
 
 @pytest.mark.filterwarnings("ignore:constrained_layout not applied")  # of names that are longer than a plot

@@ -9,13 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from eval.harness.paper_steps import StepRecord, write_records
+from eval.harness.paper_plan import StepRecord, write_records
 from eval.harness.results import Data, Model
+from eval.harness.scales import command_of
 from eval.report.catalogue import CATALOGUE
 from eval.report.collect import collect
 from eval.report.page import page
-from eval.report.published import published
 from eval.report.summary import checked
+from eval.report.tables import published
 from tests.eval.helpers import COMMIT, Command, result, scored
 from tests.eval.report.helpers import every_result
 
@@ -55,8 +56,8 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     folder = tmp_path_factory.mktemp("results")
     every_result(folder)
     steps = [
-        StepRecord(name="quantization", experiment="quantization", command="c", status="not run", reason="needs a GPU"),
-        StepRecord(name="ood-squad", experiment="ood", command="c", status="failed", reason="no <b>memory</b>"),
+        StepRecord(name="quantization", experiment="quantization", status="not run", reason="needs a GPU"),
+        StepRecord(name="ood-squad", experiment="ood", status="failed", reason="no <b>memory</b>"),
     ]
     write_records(folder, steps)
     return folder, page(collect([folder]))
@@ -85,7 +86,7 @@ class TestPage:
                 assert COMMIT.commit[:12] in sections[experiment.name]
                 assert f"python -m eval.{experiment.name}" in sections[experiment.name]
             else:
-                assert f"python -m eval.{experiment.name}" in sections["missing"]
+                assert f"python -m {' '.join(command_of(experiment.name))}" in sections["missing"]
 
     def test_says_what_was_not_run_and_what_failed(self, made: tuple[Path, str]) -> None:
         assert "quantization: not run, needs a GPU" in made[1]
@@ -190,7 +191,7 @@ class TestCommand:
         text = (tmp_path / "out" / "all.md").read_text()
         assert "| P-tuning v2 | **25.0** | **50.0** | 50.0 |" in text
         assert "- not run: FiLM: no time" in text.split("## Not run")[0]
-        assert "python -m eval.quantization" in text.split("## Not run")[1]
+        assert "python -m eval.variants quantization" in text.split("## Not run")[1]
         for block in re.findall(r"(?:^\|.*\n)+", text, flags=re.MULTILINE):
             assert len({line.count(" | ") for line in block.splitlines()[:1] + block.splitlines()[2:]}) == 1
 
