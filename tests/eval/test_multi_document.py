@@ -1,0 +1,52 @@
+"""Questions that need several documents, as a command: rows by kind, and recall of all documents."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from eval.harness.results import Result
+from eval.multi_document import all_retrieved
+from mac_rag.data.newswire.multi_document import generate_multi_document
+from tests.eval.helpers import Command
+
+
+def test_rows_by_kind_are_those_of_their_questions(command: Command, tiny_checkpoint: Path, tmp_path: Path) -> None:
+    options = ("--documents", "40", "--questions", "3", "--k", "1,4", "--output", "r.json")
+    code, shown, _ = command("eval.multi_document", "--model", tiny_checkpoint, *options)
+    assert code == 0
+    result = Result.read(tmp_path / "r.json")
+    samples = result.read_samples(tmp_path / "r.json")
+    stream = generate_multi_document("test", 40, questions_per_kind=3)
+    names = ["LM alone", "MAC", "bm25 top-1", "bm25 top-1 + MAC", "bm25 top-4", "bm25 top-4 + MAC"]
+    rows = {row.name: row for row in result.rows}
+    assert list(rows) == [f"{kind}: {name}" for kind in ("two-hop", "comparison", "counting", "all") for name in names]
+    for full, row in rows.items():
+        kind, _, name = full.partition(": ")
+        mine = [sample.rows[name] for sample in samples if kind == "all" or sample.id.startswith(kind)]
+        assert row.questions == len(mine) > 0
+        assert row.f1 == pytest.approx(sum(verdict.f1 for verdict in mine) / len(mine))
+        assert (row.gain is not None) == name.endswith("MAC")
+        if row.gain is not None:
+            before = rows[f"{kind}: {name.removesuffix(' + MAC') if '+' in name else 'LM alone'}"]
+            assert row.gain.f1.mean == pytest.approx((row.f1 or 0) - (before.f1 or 0))
+        if row.k is not None:
+            needed = [stream.evidence[s.id] for s in samples if kind == "all" or s.id.startswith(kind)]
+            assert row.recall_at_k == all_retrieved([verdict.retrieved for verdict in mine], needed)
+        over = row.measures.get("over_retrieval")
+        assert (over is not None) == (name == "MAC")
+        if over is not None:
+            assert over == pytest.approx((row.em or 0) - (rows[f"{kind}: bm25 top-1"].em or 0))
+    assert rows["two-hop: bm25 top-1"].recall_at_k == 0
+    assert "two-hop: MAC" in shown
+
+
+def test_recall_counts_questions_all_of_whose_documents_are_there() -> None:
+    assert all_retrieved([["a", "b"], ["a"], ["c", "b", "a"]], [("b", "a"), ("a", "b"), ("a", "c")]) == 2 / 3
+
+
+def test_too_few_documents_are_refused(command: Command, tmp_path: Path) -> None:
+    code, _, errors = command("eval.multi_document", "--documents", "1")
+    assert code == 1
+    assert "--documents 1 are too few" in errors
