@@ -86,7 +86,7 @@ class Modulation(ABC):
         yield
 
     @abstractmethod
-    def behind_cache(self, rows: Tensor) -> Modulation:
+    def after_cache(self, rows: Tensor) -> Modulation:
         """The modulation of these rows, by their numbers below B, whose prefix is in a cache already."""
 
 
@@ -125,7 +125,7 @@ class PrefixModulation(Modulation):
         with visible_prefix(lm, self.prefix_length):
             yield
 
-    def behind_cache(self, rows: Tensor) -> PrefixModulation:
+    def after_cache(self, rows: Tensor) -> PrefixModulation:
         return self
 
 
@@ -180,7 +180,7 @@ class HookedModulation(Modulation):
             for handle in handles:
                 handle.remove()
 
-    def behind_cache(self, rows: Tensor) -> HookedModulation:
+    def after_cache(self, rows: Tensor) -> HookedModulation:
         return HookedModulation({name: change.of(rows) for name, change in self._changes.items()}, self._half)
 
 
@@ -541,7 +541,7 @@ class PromptModulation(Modulation):
         with HookedModulation(changes, self._half).attached(lm):
             yield
 
-    def behind_cache(self, rows: Tensor) -> PromptModulation:
+    def after_cache(self, rows: Tensor) -> PromptModulation:
         kept = {name: states[rows.to(states.device)] for name, states in self._states.items()}
         return PromptModulation(kept, self.slots, self._half)
 
