@@ -142,9 +142,9 @@ def key_rotation(lm: Any, positions: Sequence[int], window: int) -> KeyRotation:
             forms = [_Form()] * len(keys)  # learned positions
         else:
             raise ModelLoadError(
-                f"{lm.config.model_type} rotates the keys of layer {forms.index(None)} in an unknown way, so keys before "
-                "rotation cannot be generated; set modulation.attention_sink to false, or modulation.kind to lora or "
-                "film"
+                f"{lm.config.model_type} rotates the keys of layer {forms.index(None)} in an unknown way, so keys "
+                "before rotation cannot be generated; set modulation.attention_sink to false, or modulation.kind to "
+                "lora or film"
             )
     places = torch.tensor(list(positions))
     for index in {form.table for form in forms if form is not None and form.table is not None}:

@@ -69,16 +69,16 @@ class ChatTemplate:
         self.takes_system = self._writes_system()
         # Split a conversation at the slots of its texts to get what the template writes between them.
         self._answer_start = self._slots.split(asked)[2]
-        _, _, before_answer, _, behind_answer = self._slots.split(answered)
+        _, _, before_answer, _, after_answer = self._slots.split(answered)
         between = self._slots.split(asked_again)[4]
         # Some templates write more before a finished answer than where an answer starts, a space for instance.
         has_start = before_answer.startswith(self._answer_start)
         self._answer_head = before_answer.removeprefix(self._answer_start) if has_start else ""
-        end = self._texts.first_control(behind_answer)
+        end = self._texts.first_control(after_answer)
         place: int
         self.end_token: int
         self.end_token, place = end or (tokenizer.eos_token_id, 0)
-        self._answer_end = behind_answer[:place] or self._texts.mark(tokenizer.eos_token)
+        self._answer_end = after_answer[:place] or self._texts.mark(tokenizer.eos_token)
         self._next_question = between.removeprefix(self._answer_end)
 
     def _writes_system(self) -> bool:
