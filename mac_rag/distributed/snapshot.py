@@ -1,4 +1,4 @@
-"""A bank in shards as it was at one moment."""
+"""A snapshot of a bank in shards."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ if TYPE_CHECKING:
 
 
 class ShardedSnapshot(ShardedContents):
-    """The contents of a bank in shards as they were at one moment; later changes of the bank do not reach it.
+    """The contents of a bank in shards at one moment; later changes of the bank do not affect it.
 
-    The shards keep what it refers to as long as it is in use.
+    The shards keep the states that it refers to as long as it is in use.
     """
 
     @cached_property
