@@ -66,12 +66,8 @@ class TextEncoder(nn.Module):
             DocumentError: for anything but a text with at least one visible character, and for a text beyond the limit.
         """
         check_text(text)
-        return self._within_limit(self._tokenized(text.strip()), text.strip())
-
-    def _tokenized(self, text: str) -> list[int]:
-        return self._texts.ids(text, special=True)
-
-    def _within_limit(self, ids: list[int], text: str) -> list[int]:
+        text = text.strip()
+        ids = self._texts.ids(text, special=True)
         if len(ids) > self.max_tokens:
             raise DocumentError(
                 f"a text of {len(ids)} tokens is longer than the limit of {self.max_tokens}; "

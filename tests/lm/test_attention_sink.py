@@ -112,7 +112,7 @@ class TestRefusals:
             rope_parameters={"rope_type": "longrope", "rope_theta": 1e4, **factors},
         )  # fmt: skip
         short = key_rotation(lm, [1, 2], 100)
-        with pytest.raises(ModelLoadError, match="phi3 .*texts of more than 100 tokens.* set context_window"):
+        with pytest.raises(ModelLoadError, match=r"phi3 .*texts of more than 100 tokens.* set context_window"):
             key_rotation(lm, [1, 2], 101)
         assert torch.equal(key_rotation(lm, [1, 2], 100).cos, short.cos)  # a long text has left no trace
 
