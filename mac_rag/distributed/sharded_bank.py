@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping, Sequence
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
 from weakref import WeakSet
@@ -15,17 +15,35 @@ from torch import Tensor
 from mac_rag.data.types import Document
 from mac_rag.distributed.directory import ShardDirectory
 from mac_rag.distributed.messages import ShardChange, ShardContents, to_array
+from mac_rag.distributed.reader import ShardedReader
 from mac_rag.distributed.shard_files import SHARDS
 from mac_rag.distributed.sharded_contents import ShardedContents
-from mac_rag.distributed.snapshot import ShardedSnapshot
 from mac_rag.distributed.transport import ActorOptions, RayShards, Request, ShardSettings, StartShards, WatchedShards
 from mac_rag.errors import BankError, ShardLostError
 from mac_rag.memory.bank import MemoryBank
 from mac_rag.memory.entries import described_members
+from mac_rag.memory.known_documents import Timeline
 from mac_rag.memory.storage.manifest import Intent
 
 if TYPE_CHECKING:
+    from mac_rag.config import AttentionConfig
     from mac_rag.model import MACModel
+
+
+class ShardedSnapshot(ShardedContents):
+    """The contents of a bank in shards at one moment; later changes of the bank do not affect it.
+
+    The shards keep the states that it refers to as long as it is in use.
+    """
+
+    @cached_property
+    def timeline(self) -> Timeline:
+        """As `ShardedContents.timeline`, made once."""
+        return super().timeline
+
+    def reader(self, model: MACModel, config: AttentionConfig) -> ShardedReader:
+        """See `mac_rag.memory.views.base_reader.BringsReader`."""
+        return ShardedReader(model, self, config)
 
 
 class ShardedBank(ShardedContents):
