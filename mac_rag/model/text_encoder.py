@@ -238,7 +238,7 @@ def split(text: str, tokenizer: TextTokenizer, limit: int, *, window: int = 32) 
 
 
 def _places(text: str, start: int, tokens: _Tokens, first: int, others: int, at_most: int) -> list[tuple[int, int]]:
-    """Where the next chunks begin and end, by their tokens in the text.
+    """Begin and end index of each of the next chunks, by their tokens in the text.
 
     Args:
         text: the text.
@@ -268,7 +268,7 @@ def _next_start(text: str, stop: int) -> int:
 
 
 class _Tokens:
-    """Where the tokens of a text end, read in windows.
+    """The ends of a text's tokens, read window by window.
 
     Attributes:
         ids: the token ids of the text, if one window holds all of it.
@@ -290,7 +290,7 @@ class _Tokens:
         return 0 < len(self.ids) <= limit
 
     def ends_after(self, start: int, count: int) -> Sequence[int]:
-        """Where the first `count` tokens after `start` end, in characters; fewer only at the end of the text."""
+        """End indices of the first `count` tokens after `start`; fewer only at the end of the text."""
         size = 2 * self._window if start == self._start else self._window
         while not self.holds(start, count):
             self._read(start, size)
@@ -332,7 +332,7 @@ class _Tokens:
 
 
 def _space_before(text: str, last: int, first: int) -> int | None:
-    """Where the last run of spaces in `text[first:last]` begins; None if none does."""
+    """Index at which the last run of spaces in `text[first:last]` begins; None if none begins there."""
     for index in range(last - 1, max(0, first), -1):
         if text[index].isspace() and not text[index - 1].isspace():
             return index
@@ -340,12 +340,12 @@ def _space_before(text: str, last: int, first: int) -> int | None:
 
 
 def _cut(text: str, start: int, ends: Sequence[int], budget: int) -> int:
-    """Where a chunk of at most `budget` tokens ends that begins at `start`; `start` itself if there is no such place.
+    """End index of a chunk of at most `budget` tokens that begins at `start`; `start` itself if none fits.
 
     Args:
         text: the text.
         start: index of the chunk's first character.
-        ends: where the first tokens after `start` end: one more than `budget`, if there are as many.
+        ends: end indices of the first tokens after `start`: one more than `budget`, if there are as many.
         budget: largest number of tokens.
     """
     if len(ends) <= budget:

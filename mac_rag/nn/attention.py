@@ -440,7 +440,7 @@ def longest_keys(keys: Tensor) -> Tensor:
 
 
 def needed_rows(query: Tensor, longest: Tensor, tokens: int, bias: Tensor, floor: Tensor) -> Tensor:
-    """Which rows can matter to each question. All others together weigh less than the rounding error of its softmax.
+    """Mask of the rows that can matter to each question. All others together weigh less than a rounding error.
 
     By Cauchy and Schwarz, a logit is at most the product of the two norms, plus the bias.
 
@@ -470,7 +470,7 @@ def needed_of_all(
     *,
     longest_of_all: Tensor | None = None,
 ) -> Tensor:
-    """Which rows of a whole bank can matter to at least one question, from one score for each question and row.
+    """Indices of the rows of a whole bank that can matter to at least one question, from one score for each pair.
 
     Uses the bound of `needed_rows` in two steps: first with the longest key of all rows instead of each row's, which
     costs one comparison for each question, head and row; then, for the few remaining rows, with their own longest keys,
