@@ -37,7 +37,7 @@ class FewShot(System):
 
     def answer(self, questions: Sequence[str]) -> list[str]:
         lm = self._model.base_lm
-        prompts = [lm.prompts.behind_examples(self._examples, question) for question in questions]
+        prompts = [lm.prompts.after_examples(self._examples, question) for question in questions]
         limit = self._model.config.max_new_tokens
         return generate(lm, prompts, max_new_tokens=limit, batch_size=self._batch_size)
 

@@ -1,4 +1,4 @@
-"""Work on several processes or machines with Ray (extra `ray`)."""
+"""Banks and adaptation on several processes or machines with Ray (extra `ray`)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 __all__ = ["ShardedBank"]
 
 
-def __getattr__(name: str) -> Any:  # imported when it is first used, because it needs PyTorch
+def __getattr__(name: str) -> Any:  # imported on first use, because it needs PyTorch
     if name != "ShardedBank":
         raise AttributeError(f"module 'mac_rag.distributed' has no attribute {name!r}")
     from mac_rag.distributed.sharded_bank import ShardedBank

@@ -1,12 +1,12 @@
-"""Bulk adaptation on Ray: many processes amortize, and the one that was called commits, in the order of the input.
+"""Bulk adaptation on Ray: many processes amortize, and the driver process commits, in the order of the input.
 
-1. *Look.* Workers read all files and check every document. What is wrong is an error here, when nothing has changed.
-   The driver learns ids and digests, and groups what bank and retriever lack, as `MACEngine.adapt` does.
-2. *Amortize.* Each group is read, encoded and written as a block beside the bank, by whichever actor is free.
-3. *Commit.* When all blocks are there, the driver puts group after group into retriever and bank.
+1. *Look.* Workers read all files and check every document. Bad input raises its error here, before anything changes.
+   The driver gets ids and digests, and groups the documents that bank or retriever lack, as `MACEngine.adapt` does.
+2. *Amortize.* For each group, a free actor reads and encodes the documents and writes a block beside the bank.
+3. *Commit.* Once all blocks are there, the driver puts group after group into retriever and bank.
 
-So the order in which actors finish does not matter, and a group is encoded as one, whoever does it. After a crash, the
-same call finds the blocks that were finished.
+So the order in which actors finish does not matter, and each group is encoded as a whole by one actor. After a crash,
+the same call reuses the finished blocks.
 """
 
 from __future__ import annotations
@@ -40,26 +40,27 @@ if TYPE_CHECKING:
     from mac_rag.retrieval.base import Retriever
 
 _log = logging.getLogger(__name__)
-_MOST_TASKS = 10_000  # of one step; a task of more groups takes them one by one
+_MOST_TASKS = 10_000  # of one step; beyond that, a task takes several groups, one by one
 
 
 class BulkAdapter:
     """Adapts a bank to the documents of files, on a Ray cluster.
 
-    The bank equals the one that `MACEngine.adapt` makes of the same documents, row by row: in order, and bit by bit if
-    both use the same kind of processor, versions of libraries and number of threads (an actor has one).
+    The bank has the same rows in the same order as one that `MACEngine.adapt` makes of the same documents; they are
+    equal bit by bit if both use the same kind of processor, versions of libraries and number of threads (an actor has
+    one thread).
 
     Args:
         model: the model, on any device; it checks the bank, and finishes an interrupted change.
         name: name or path by which workers load the same model.
         bank: an open bank on disk, or one that its first commit creates.
         folder: folder of the bank.
-        retriever: takes the texts; None for a bank alone.
+        retriever: stores the texts; None for a bank alone.
         bound: largest size of the bank, and how to reduce it; None lets it grow.
-        actors: largest number of actors; None for one on each GPU of the cluster, or without GPUs on each CPU.
+        actors: largest number of actors; None for one per GPU of the cluster, or per CPU if there are no GPUs.
 
     Raises:
-        FingerprintError: when another model wrote the bank.
+        FingerprintError: if another model wrote the bank.
     """
 
     def __init__(
@@ -86,21 +87,21 @@ class BulkAdapter:
     ) -> AdaptReport:
         """Remembers the documents of files, as `MACEngine.adapt` does.
 
-        All documents are looked at, and all are amortized, before the first is committed; so bad input changes nothing.
-        After an interruption, the same call continues.
+        All documents are checked and amortized before the first is committed, so bad input changes nothing. After an
+        interruption, the same call continues.
 
         Args:
-            files: files as `mac_rag.data.readers.read_documents` takes them, but for standard input.
+            files: files as for `mac_rag.data.readers.read_documents`, without standard input.
             on_long: for a document beyond the model's limit: split it into chunks, or raise an error.
             progress: shows a progress bar.
 
         Raises:
-            ConfigError: when Ray is missing, its cluster cannot be reached, or a worker does not see the same files;
-                for standard input.
-            DataError: for a file as `read_documents`, and for one that changes meanwhile.
-            DocumentError, BankError: as `MACEngine.adapt`; but documents of several groups that supersede each other in
-                a circle are noticed when the last of them is committed, behind the groups before.
-            WorkerError: when a group's workers die again and again, or one fails for a reason that is none of ours.
+            ConfigError: if Ray is missing, its cluster cannot be reached, or a worker does not see the same files; for
+                standard input.
+            DataError: as `read_documents`, and for a file that changes during the call.
+            DocumentError, BankError: as `MACEngine.adapt`. But if documents of several groups supersede each other in a
+                circle, the error comes when the last of these groups is committed, after the groups before it.
+            WorkerError: if a group's workers die repeatedly, or a worker fails with an error that is no `MACError`.
         """
         if STDIN in files:
             raise ConfigError("standard input (-) cannot be read by several processes; write it to a file first")
@@ -128,7 +129,7 @@ class BulkAdapter:
             _log.warning("finished an interrupted change of retriever and bank: %d documents", count)
 
     def _amortize(self, ray: Any, job: Job, pending: _Pending, staging: Staging, progress: bool) -> dict[int, str]:
-        """Has the blocks written that are not there; returns the name of each by the number of its group."""
+        """Lets actors write the missing blocks; returns index of each group -> name of its block."""
         finished = staging.finished()
         keys = {number: job.key(group) for number, group in enumerate(pending.groups) if any(group.lacking)}
         blocks = {number: finished[key] for number, key in keys.items() if key in finished}
@@ -165,9 +166,9 @@ class BulkAdapter:
     def _commit(
         self, job: Job, pending: _Pending, staging: Staging, blocks: dict[int, str], progress: bool
     ) -> AdaptReport:
-        """Puts one group after the other into retriever and bank."""
+        """Puts the groups into retriever and bank, one after another."""
         if pending.groups:
-            self._synced.bank.commit()  # raises for a bank that is not writable, before anything else is done
+            self._synced.bank.commit()  # raises for a bank that is not writable, before anything changes
         count = 0
         forgotten: list[str] = []
         with progress_bar("commit", sum(len(group.lacking) for group in pending.groups), disable=not progress) as bar:
@@ -197,7 +198,7 @@ class BulkAdapter:
 
 
 class _Pending:
-    """The documents that bank or retriever lack, grouped in their order as `MACEngine.adapt` groups them.
+    """The documents that bank or retriever lack, in order and in the groups of `MACEngine.adapt`.
 
     Args:
         synced: bank and retriever.
@@ -207,7 +208,7 @@ class _Pending:
         groups: the groups.
         unfiled: ids of documents that the retriever lacks.
         lacking: number of documents that the bank lacks.
-        updated: number of those of which it holds another version.
+        updated: number of these of which the bank holds another version.
     """
 
     def __init__(self, synced: SyncedBank) -> None:
@@ -219,10 +220,10 @@ class _Pending:
         self._open: list[tuple[Found, bool]] = []  # of a group that is not full
 
     def add(self, found: Sequence[Found]) -> None:
-        """Takes the next documents.
+        """Adds the next documents.
 
         Raises:
-            BankError: for an id that has come before.
+            BankError: for an id that occurred before.
         """
         for each in found:
             if each.id in self.ids:
@@ -239,7 +240,7 @@ class _Pending:
             self._close(GROUP)
 
     def end(self) -> None:
-        """Makes the last group."""
+        """Closes the last group."""
         if self._open:
             self._close(len(self._open))
 
@@ -250,7 +251,7 @@ class _Pending:
 
 
 def _found(ray: Any, job: Job) -> Iterator[list[Found]]:
-    """The documents of all files in their order."""
+    """The documents of all files, in order."""
     if not job.files:
         return
     files = _dataset(ray, [{"file": number} for number in range(len(job.files))])
@@ -266,11 +267,11 @@ def _dataset(ray: Any, messages: Sequence[Any]) -> Any:
 
 
 def _messages(dataset: Any, *, in_order: bool = False) -> Iterator[Any]:
-    """The messages of a data set of Ray, as they come or in the order of those that they were made of.
+    """The messages of a Ray data set, as they arrive or in the order of the messages they were made from.
 
     Raises:
-        MACError: for the first message that says one.
-        WorkerError: when Ray gives up.
+        MACError: for the first message that is an error.
+        WorkerError: if Ray fails.
     """
     dataset.context.enable_progress_bars = False
     dataset.context.print_on_execution_start = False
@@ -279,11 +280,11 @@ def _messages(dataset: Any, *, in_order: bool = False) -> Iterator[Any]:
         while True:
             try:
                 row = next(rows, None)
-            except Exception as error:  # Ray has many, of no common class
+            except Exception as error:  # Ray has many errors without a common class
                 detail = str(error).strip().splitlines() or ["no reason given"]
                 raise WorkerError(
-                    f"Ray failed: {type(error).__name__}: {detail[0][:500]}; what was finished is kept, so call the "
-                    "command again"
+                    f"Ray failed: {type(error).__name__}: {detail[0][:500]}; finished work is kept, so run the command "
+                    "again"
                 ) from error
             if row is None:
                 return
@@ -291,9 +292,9 @@ def _messages(dataset: Any, *, in_order: bool = False) -> Iterator[Any]:
 
 
 def _quietly_connected() -> Any:
-    """The module `ray`, connected, whose core keeps to its log what it mends by itself.
+    """The module `ray`, connected, with a core that writes errors it repairs by itself to its log only.
 
-    It says on standard error, once, that it was told so; that goes nowhere.
+    The core reports this setting once on standard error; that line is discarded.
     """
     os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "fatal")
     sys.stderr.flush()
@@ -309,8 +310,8 @@ def _quietly_connected() -> Any:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Keeps Ray Data's reports from the terminal; they are in its log."""
-    import ray.data  # sets its log up
+    """Keeps Ray Data's reports off the terminal; they are in its log."""
+    import ray.data  # sets up its log
 
     logger = logging.getLogger(ray.data.__name__)
     handlers = [handler for handler in logger.handlers if isinstance(handler, logging.StreamHandler)]

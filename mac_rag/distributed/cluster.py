@@ -1,4 +1,4 @@
-"""The Ray cluster: the one that is there already, or one on this machine."""
+"""The Ray cluster: an existing one, or a new one on this machine."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ _LOOPBACK = "127.0.0.1"
 def connected_ray() -> ModuleType:
     """The module `ray`, connected to a cluster.
 
-    If the program has connected to one, it stays with it. Otherwise the environment variable `RAY_ADDRESS` names the
-    cluster to join. Without it, Ray starts on this machine, for this process alone: it listens on the loopback address,
-    has no dashboard and reports no usage.
+    An existing connection of this program is reused. Otherwise the environment variable `RAY_ADDRESS` names the cluster
+    to join. Without it, Ray starts on this machine for this process alone: it listens on the loopback address, has no
+    dashboard and reports no usage.
 
     Raises:
-        ConfigError: when Ray is missing, or the cluster cannot be reached.
+        ConfigError: if Ray is missing, or the cluster cannot be reached.
     """
     address = os.environ.get("RAY_ADDRESS")
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # before Ray starts
-    os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")  # below `uv run`, Ray would copy the current folder
+    os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")  # under `uv run`, Ray would copy the current folder
     try:
         import ray
     except ModuleNotFoundError:
@@ -51,8 +51,8 @@ def connected_ray() -> ModuleType:
 def _keep_to_this_machine() -> None:
     """Makes Ray listen on the loopback address.
 
-    It takes another address of the machine for a given loopback address, unless it believes that there are no clusters
-    on this system.
+    Ray replaces a given loopback address by another address of the machine, unless it believes that this system
+    supports no clusters.
     """
     from ray._private import ray_constants
 

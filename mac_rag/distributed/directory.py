@@ -1,4 +1,4 @@
-"""What the process that asks knows of the documents in the shards: everything but their memory tokens."""
+"""Directories of the documents in the shards, held by the asking process: everything except memory tokens."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from mac_rag.memory.parts import Texts
 
 
 class ShardDirectory:
-    """The entries of one shard at one state. A copy shares them until one of the two changes.
+    """The entries of one shard in one state. A copy shares them until one of the two changes.
 
     Args:
-        contents: what the shard has told.
+        contents: the shard's report of its contents.
 
     Attributes:
         version: the state of the shard.
-        records: the entries by sequence number, in the order of their rows.
-        sequences: sequence number of each document's entry.
+        records: sequence number -> entry, in the order of the entries' rows.
+        sequences: document id -> sequence number of its entry.
         rows: number of rows.
         superseded: number of documents that its documents name as superseded.
         row_shape: (T, D) of a row; None until the shard has one.
@@ -36,22 +36,22 @@ class ShardDirectory:
         self.sequences: dict[str, int] = {}
         self.rows = self.superseded = 0
         self._is_shared = False
-        self._made: list[Timeline] = []  # the timeline, once it is made; shared with copies
+        self._made: list[Timeline] = []  # holds the timeline once it is made; shared with copies
         self._add(contents.records)
 
     def copy(self) -> ShardDirectory:
-        """A copy that changes apart from this one."""
+        """A copy that changes independently of this one."""
         self._is_shared = True
         other = object.__new__(ShardDirectory)
         other.__dict__.update(self.__dict__)
         return other
 
     def changed(self, change: ShardChange, row_shape: tuple[int, int] | None = None) -> None:
-        """Follows a change of the shard.
+        """Applies a change of the shard.
 
         Args:
             change: the change.
-            row_shape: shape of the rows that came.
+            row_shape: shape `(T, D)` of the added rows; None for a change that adds no rows.
         """
         if self._is_shared:
             self.records, self.sequences, self._is_shared = dict(self.records), dict(self.sequences), False
@@ -76,7 +76,7 @@ class ShardDirectory:
 
     @property
     def timeline(self) -> Timeline:
-        """Its documents, in the order of their rows, with what says when they count; made once for each state."""
+        """Its documents with their dates and what they supersede, in the order of their rows; made once per state."""
         if not self._made:
             self._made.append(Timeline.of(RecordList(list(self.records.values()))))
         return self._made[0]
@@ -88,7 +88,7 @@ def _superseded(record: Record) -> int:
 
 @dataclass(frozen=True)
 class ShardedEntry(Described):
-    """An entry of a bank in shards. Its number is that in the order of arrival in its shard."""
+    """An entry of a bank in shards. Its sequence number counts the arrivals in its shard."""
 
     _phi: Callable[[str], Tensor] = field(repr=False, compare=False)
 

@@ -1,7 +1,7 @@
-"""Groups of documents that are amortized and committed together, as every process of a cluster finds them in the files.
+"""Groups of documents that are amortized and committed together, described so that every process can read them.
 
-A document travels between processes as its digest alone. Each process reads the text where it needs it, so no text is
-in the driver's memory for long, and none in Ray's storage.
+Only a document's digest travels between processes. Each process reads the text itself from the files, so no text is in
+the driver's memory for long, and none in Ray's storage.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ class Found(NamedTuple):
     """A document that was found in the files.
 
     Attributes:
-        file: number of its file.
-        place: its place there, as a `Place`.
+        file: index of its file.
+        place: its place in the file, fields of a `Place`.
         id: its id.
         content_hash: hash of its text and metadata.
     """
@@ -36,17 +36,17 @@ class Found(NamedTuple):
 
     @property
     def digest(self) -> str:
-        """A hex digest that tells the document from all others."""
+        """A hex digest that identifies the document."""
         return _digest(self.id, self.content_hash)
 
 
 class Group(NamedTuple):
-    """Documents that follow each other in the files; others, which need nothing, may stand between them.
+    """Documents in the order of the files; documents that need no work may lie between them.
 
     Attributes:
-        file, place: where the first of them is.
-        digests: the hex digest of each.
-        lacking: for each, whether the bank lacks it; otherwise only the retriever does.
+        file, place: file and place of the first document.
+        digests: hex digest of each document.
+        lacking: for each, True if the bank lacks it; False if only the retriever does.
     """
 
     file: int
@@ -56,14 +56,14 @@ class Group(NamedTuple):
 
     @classmethod
     def of(cls, found: Sequence[Found], lacking: Sequence[bool]) -> Group:
-        """Makes the group of some documents."""
+        """The group of some documents."""
         return cls(found[0].file, found[0].place, [each.digest for each in found], lacking)
 
     def key(self, *made_by: str) -> str:
-        """What the memory tokens of the group depend on, as a hex digest.
+        """A hex digest of everything that the group's memory tokens depend on.
 
         Args:
-            made_by: model and settings that they are made with.
+            made_by: version, model and settings that make them.
         """
         digests = [digest for digest, lacking in zip(self.digests, self.lacking) if lacking]
         return hashlib.sha256(json.dumps([*made_by, *digests]).encode()).hexdigest()
@@ -72,7 +72,7 @@ class Group(NamedTuple):
         """Reads the documents.
 
         Raises:
-            DataError: when they are not there any more, and for files that cannot be read.
+            DataError: if a document is no longer there, and for files that cannot be read.
         """
         documents: list[Document] = []
         for number in range(self.file, len(files)):
@@ -83,11 +83,11 @@ class Group(NamedTuple):
                     if len(documents) == len(self.digests):
                         return documents
         raise DataError(
-            f"{files[self.file]}, or a file behind it, has changed since it was read first; run the command again"
+            f"{files[self.file]}, or a file after it, has changed since it was first read; run the command again"
         )
 
     def new(self, documents: Sequence[Document]) -> list[Document]:
-        """Those of its documents that the bank lacks."""
+        """The documents of the group that the bank lacks. `documents`: all of its documents."""
         return [document for document, lacking in zip(documents, self.lacking) if lacking]
 
 

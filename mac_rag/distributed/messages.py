@@ -1,6 +1,6 @@
-"""What shards are told, and what they answer.
+"""Messages to shards, and their answers.
 
-What crosses the network is numpy arrays, which Ray sends without a copy.
+Tensors cross the network as numpy arrays, which Ray sends without a copy.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from mac_rag.config import Dtype
 from mac_rag.memory.entry_table import Record
 
 Array: TypeAlias = "np.ndarray[Any, np.dtype[Any]]"
-# A state of a shard: which opening of its folder, and the version of the bank since.
+# A state of a shard: the name of the opening of its folder, and the bank's version since.
 Version: TypeAlias = tuple[str, int]
 
 
 @dataclass(frozen=True)
 class ShardContents:
-    """All that is to know of a shard's documents.
+    """Everything about a shard's documents except their memory tokens.
 
     Attributes:
-        version: the state.
+        version: the shard's state.
         records: the entries, in the order of their rows.
         row_shape: (T, D) of a row; None for an empty shard.
     """
@@ -37,13 +37,13 @@ class ShardContents:
 
 @dataclass(frozen=True)
 class ShardChange:
-    """What a change did to a shard.
+    """The effect of a change on a shard.
 
     Attributes:
         version: the new state.
-        added: entries that came, in the order of their rows.
-        removed: ids of the documents that went; some of them may have come again.
-        returned: what the bank's method returned.
+        added: entries that were added, in the order of their rows.
+        removed: ids of the documents that were removed; some may be in `added` again.
+        returned: return value of the bank's method.
     """
 
     version: Version
@@ -54,16 +54,16 @@ class ShardChange:
 
 @dataclass(frozen=True)
 class ShardQuestion:
-    """What a shard is told of B questions once, before their first block.
+    """Data of B questions that a shard gets once, before their first block.
 
     Attributes:
-        name: a name that no other questions have.
-        version: the state of the shard that they see.
+        name: a unique name of these questions.
+        version: the state of the shard that they read.
         prior_queries: `[B, d_prior]`; None without a document prior.
         use_prior: False leaves the document prior out.
         use_recency: False leaves the recency term out of it.
         asked: `[B]`, see `mac_rag.nn.prior.RecencyTerm.penalties`; None without the term.
-        visible: which of the shard's rows may be seen, as packed bits; None for all.
+        visible: which of the shard's rows the questions may see, as packed bits; None for all.
         cache_dtype, cache_bytes: see `AttentionConfig`.
     """
 
@@ -79,12 +79,12 @@ class ShardQuestion:
 
 
 def to_array(tensor: Tensor) -> Array:
-    """A tensor as it is sent. numpy has no bfloat16, so half precision travels as float32."""
+    """Converts a tensor for sending. numpy has no bfloat16, so half precision travels as float32."""
     exact = tensor if tensor.dtype == torch.float64 or not tensor.is_floating_point() else tensor.float()
     array: Array = exact.detach().cpu().contiguous().numpy()
     return array
 
 
 def to_tensor(array: Array, device: torch.device | str, dtype: torch.dtype | None = None) -> Tensor:
-    """A tensor of its own from what was sent, which is read-only."""
+    """Copies a received array, which is read-only, to a tensor."""
     return torch.tensor(array, device=device, dtype=dtype)

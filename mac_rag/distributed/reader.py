@@ -1,6 +1,6 @@
-"""How a model reads a bank in shards: two round trips to all shards for each block, and an exact merge.
+"""Reads a bank in shards with a model: two round trips to all shards for each block, and an exact merge.
 
-A recency term and slots cost two more each, once.
+A recency term and slots cost two more round trips each, once per question.
 """
 
 from __future__ import annotations
@@ -42,14 +42,16 @@ class ShardedReader(Reader):
         config: attention strategy, and the cache of keys and values of each shard.
 
     Raises:
-        ConfigError: for another strategy than streaming.
+        ConfigError: for any strategy except streaming.
     """
 
     bank: ShardedContents
 
     def __init__(self, model: MACModel, bank: ShardedContents, config: AttentionConfig) -> None:
         if config.strategy != "streaming":
-            raise ConfigError(f"a bank in shards cannot be read by strategy {config.strategy!r}; choose 'streaming'")
+            raise ConfigError(
+                f"strategy is {config.strategy!r}, which cannot read a bank in shards; choose 'streaming'"
+            )
         super().__init__(model, bank, config)
 
     def follow(self, bank: BankContents) -> None:
@@ -66,14 +68,14 @@ class ShardedReader(Reader):
         """As `Reader.aggregate`; rows of lost shards have no mass.
 
         Raises:
-            ShardLostError: when a shard is lost, unless the bank has `partial_answers`, or all shards are.
+            ShardLostError: if a shard is lost and the bank has no `partial_answers`; if all shards are lost.
         """
         try:
             return super().aggregate(questions, allowed, ids=ids, mass=mass)
         except ShardLostError:
             if not self.bank.partial_answers:
                 raise
-        # What is known of the others is not kept: the next question may find them all.
+        # Results without lost shards are not cached: the next question may reach all shards.
         known_ids = {} if ids is None else dict(zip(questions, ids, strict=True))
         visible = self._visible(allowed)
 
@@ -83,7 +85,7 @@ class ShardedReader(Reader):
         return self._with_mass(questions, read) if mass else read(questions)
 
     def _without_lost(self, read: Callable[[frozenset[int]], _Read]) -> _Read:
-        """Reads the shards that are not lost, and again without each that is lost meanwhile."""
+        """Reads the shards that are not lost; if another is lost meanwhile, reads again without it."""
         while True:
             lost = self.bank.shards.lost
             try:
@@ -116,14 +118,18 @@ class ShardedReader(Reader):
         return Aggregated(phi, nothing, without / sum(documents.values()), found)
 
     def _there(self, seen: Mapping[int, Tensor | None], lost: frozenset[int]) -> dict[int, Tensor | None]:
-        """The rows that are seen of the shards that are not lost."""
+        """The part of `seen` in shards that are not lost.
+
+        Raises:
+            ShardLostError: if all of these shards are lost.
+        """
         there = {number: rows for number, rows in seen.items() if number not in lost}
         if not there:
             raise self.bank.shards.error_of(min(seen))
         return there
 
     def _prior_summary(self, questions: Sequence[str], visible: Tensor | None) -> tuple[Tensor, int]:
-        """As `Reader._prior_summary`; of the shards that are not lost, if the bank has `partial_answers`.
+        """As `Reader._prior_summary`; with `partial_answers`, for the shards that are not lost.
 
         Raises:
             ShardLostError: as `aggregate`.
@@ -146,20 +152,20 @@ class ShardedReader(Reader):
     def _attended(
         self, question: MemoryTokens, seen: Mapping[int, Tensor | None], texts: Sequence[str], *, mass: bool
     ) -> tuple[Tensor, Tensor | None]:
-        """As `AggregationNetwork.forward`, for questions with their texts; `seen` as `_ShardsAttention` takes it."""
+        """As `AggregationNetwork.forward`, for questions with their texts; `seen` as for `_ShardsAttention`."""
         network, asked, look = self.model.aggregation, self.model.asked(texts), self.model.look(texts)
         attention = _ShardsAttention(self, question, seen, asked)
         return network.aggregate(question, attention, first=attention.begun(len(question)), look=look, mass=mass)
 
     def _seen_rows(self, visible: Tensor | None) -> dict[int, Tensor | None]:
-        """The shards of which rows are seen, and which of their rows, bool `[k]`, where it is not all of them."""
+        """Index of each shard with visible rows -> its visible rows, bool `[k]`, or None for all."""
         rows = [directory.rows for directory in self.bank.directories]
         if visible is None:
             return {number: None for number, count in enumerate(rows) if count}
         return {number: part for number, part in enumerate(visible.split(rows)) if part.any()}
 
     def _documents(self, number: int, rows: Tensor | None) -> int:
-        """How many documents of a shard are seen."""
+        """Number of a shard's documents that are visible."""
         directory = self.bank.directories[number]
         if rows is None:
             return len(directory.sequences)
@@ -177,13 +183,13 @@ def _asked(
     *,
     use_prior: bool,
 ) -> dict[int, ShardQuestion]:
-    """What each shard is told of B questions.
+    """The message about B questions to each shard.
 
     Args:
         reader: the reader.
         question: the encoded questions.
-        seen: the shards to ask, and which of their rows, bool `[k]`; None for all.
-        name: a name that no other questions have.
+        seen: index of each shard to ask -> its visible rows, bool `[k]`, or None for all.
+        name: a unique name of these questions.
         asked: `[B]`, see `mac_rag.nn.prior.RecencyTerm.penalties`; None without the term.
         use_prior: False leaves the document prior out.
     """
@@ -211,7 +217,7 @@ class _ShardsAttention:
     Args:
         reader: the reader.
         question: the encoded questions.
-        seen: the shards to ask, and which of their rows, bool `[k]`; None for all.
+        seen: index of each shard to ask -> its visible rows, bool `[k]`, or None for all.
         asked: `[B]`, see `mac_rag.nn.prior.RecencyTerm.penalties`; None without the term.
     """
 
@@ -229,17 +235,17 @@ class _ShardsAttention:
         self.has_slots = network.slots is not None and network.use_prior
         self.name = secrets.token_hex(8)
         self.questions = _asked(reader, question, seen, self.name, asked, use_prior=network.use_prior)
-        # What shards are still to be told of the questions.
+        # The questions that the next request carries; None once the shards have them.
         self._to_tell: Mapping[int, ShardQuestion | None] = self.questions
 
     def begun(self, batch: int) -> FirstRows | None:
-        """Tells each shard what of the others it has to know before the first block.
+        """Sends each shard the facts about other shards that it needs before the first block.
 
         Args:
             batch: B.
 
         Returns:
-            What the prior ranks first in all shards; None without slots, or where the prior is not in use.
+            The rows that the prior ranks first in all shards; None without slots, or if the prior is not in use.
         """
         if self.has_recency and len(self.questions) > 1:
             self._compare(batch)
@@ -250,7 +256,7 @@ class _ShardsAttention:
         sent: Array | None = queries
         floor = None
         if len(self.questions) > 1:
-            # A shard without the documents that a question is about would find that many of its rows can matter.
+            # By its own bound, a shard without the question's documents would believe that many of its rows can matter.
             floor, sent = self._floor(block, queries), None
         packed = self._ask("attend", block, sent, mass=mass, floor=floor)
         parts = (Partial.unpacked(to_tensor(packed[number], query.device)) for number in sorted(packed))
@@ -258,7 +264,7 @@ class _ShardsAttention:
         return whole.attended.to(query.dtype), self._mass(whole.lse).to(query.dtype) if mass else None
 
     def _ask(self, method: str, *arguments: Any, **options: Any) -> dict[int, Any]:
-        """What all shards answer to a request, the first of which tells them the questions."""
+        """The answers of all shards to a request; the first request carries the questions."""
         told, self._to_tell = self._to_tell, dict.fromkeys(self.questions)
         return self.bank.shards.done(
             {
@@ -268,14 +274,14 @@ class _ShardsAttention:
         )
 
     def _compare(self, batch: int) -> None:
-        """Tells each shard the recency term's candidates of all: two more round trips."""
+        """Sends each shard the recency term's candidates of all shards: two more round trips."""
         found = self._ask("candidates", batch)
         parts = [Candidates(*(to_tensor(array, "cpu") for array in found[number])) for number in sorted(found)]
         among = tuple(map(to_array, Candidates.of_all(parts)))
         self.bank.shards.done(dict.fromkeys(self.questions, Request("compare", (self.name, among))))
 
     def _ranked(self, batch: int) -> FirstRows:
-        """Tells each shard which of its rows the prior ranks first in all of them: two round trips."""
+        """Sends each shard the rows that the prior ranks first in all shards: two round trips."""
         found = self._ask("first_rows", batch)
         parts = [FirstRows(*(to_tensor(array, "cpu") for array in found[number])) for number in sorted(found)]
         if len(parts) > 1:

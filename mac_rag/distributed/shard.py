@@ -1,6 +1,6 @@
-"""One shard: an ordinary bank on disk, and what its rows contribute to a question about all shards. It knows no Ray.
+"""One shard: an ordinary bank on disk, and its rows' contribution to a question about all shards. Independent of Ray.
 
-A question is asked block by block, because the queries of a block depend on what the block before has found in all
+A question is asked block by block, because a block's queries depend on the result of the previous block over all
 shards.
 """
 
@@ -33,12 +33,12 @@ from mac_rag.nn.bank_view import prior_keys
 from mac_rag.nn.memory_slots import FirstRows
 from mac_rag.nn.prior import Candidates
 
-# Questions that engines may be asking at the same time.
+# Largest number of question batches that engines may be asking at the same time.
 _QUESTIONS = 8
 
 
 def _unpacked(visible: Array, rows: int) -> Tensor:
-    """Which rows may be seen, bool `[k]`, from what was sent."""
+    """Visible rows, bool `[k]`, from the packed bits of a message."""
     return torch.tensor(np.unpackbits(visible, count=rows)).bool()
 
 
@@ -46,11 +46,11 @@ class Shard:
     """A shard in this process.
 
     Args:
-        mark: which shard of which bank it is.
+        mark: identity of the shard and its bank.
         folder: folder of its bank.
         fingerprint: fingerprint of the model.
         network: the model's aggregation network, on the CPU.
-        device: device that attends.
+        device: device of the attention.
         write: True to change the shard.
     """
 
@@ -64,12 +64,12 @@ class Shard:
         self.device = torch.device(device)
         self.write = write
         self._opening = secrets.token_hex(8)
-        self._snapshots: dict[int, Snapshot] = {}  # former states that somebody may still ask about
+        self._snapshots: dict[int, Snapshot] = {}  # former states that are still in use
         self._view: ProjectedBank | None = None
-        self._asked: OrderedDict[str, AttendedBank] = OrderedDict()  # by name of the questions, of one state
-        # What they attended to last, with its block, rows and bound.
+        self._asked: OrderedDict[str, AttendedBank] = OrderedDict()  # by name of the questions; all see one state
+        # By name of the questions: the last attention, with its block, rows and bound.
         self._last: dict[str, tuple[Partial, int, Tensor | None, Tensor | None]] = {}
-        self._queries: dict[str, Tensor] = {}  # what they were asked with last
+        self._queries: dict[str, Tensor] = {}  # by name of the questions: the last queries
 
     def open(self, *, create: bool = False) -> ShardContents:
         """Opens the bank at its last commit.
@@ -78,8 +78,8 @@ class Shard:
             create: True to make it first.
 
         Raises:
-            BankError: when the folder holds no bank, a damaged one, or another shard; when another process writes to
-                it; with `create`, when it holds a bank already.
+            BankError: if the folder holds no bank, a damaged one, or another shard; if another process writes to it;
+                with `create`, if it already holds a bank.
         """
         if create:
             MemoryBank.create(self.folder, self.fingerprint).close()
@@ -101,7 +101,7 @@ class Shard:
         return shard_of(document_id, self.mark.shards)
 
     def contents(self) -> ShardContents:
-        """The current documents, uncommitted changes included."""
+        """The current documents, including uncommitted changes."""
         records = tuple(Record(entry.sequence, entry.rows, entry.members) for entry in self.bank)
         return ShardContents(self._version, records, self.bank.row_shape)
 
@@ -111,10 +111,10 @@ class Shard:
 
     @torch.no_grad()
     def candidates(self, name: str, batch: int, *, question: ShardQuestion) -> tuple[Array, ...]:
-        """The shard's candidates of the recency term, as arrays of `Candidates`.
+        """The shard's candidates of the recency term, as the arrays of a `Candidates`.
 
         Args:
-            name, question: as `attend` takes them.
+            name, question: as for `attend`.
             batch: B.
 
         Raises:
@@ -126,7 +126,7 @@ class Shard:
 
     @torch.no_grad()
     def compare(self, name: str, among: tuple[Array, ...]) -> None:
-        """Tells the shard the candidates of all shards, as `candidates` returns them, before the first block.
+        """Sets the candidates of all shards, as `candidates` returns them; call it before the first block.
 
         Raises:
             ShardLostError: as `attend`.
@@ -137,10 +137,10 @@ class Shard:
 
     @torch.no_grad()
     def first_rows(self, name: str, batch: int, *, question: ShardQuestion | None = None) -> tuple[Array, ...]:
-        """What the prior ranks first in the shard, as arrays of `FirstRows`; behind `compare`, if that is asked.
+        """The rows that the prior ranks first in the shard, as the arrays of a `FirstRows`; after `compare`, if used.
 
         Args:
-            name, question: as `attend` takes them.
+            name, question: as for `attend`.
             batch: B.
 
         Raises:
@@ -152,7 +152,7 @@ class Shard:
 
     @torch.no_grad()
     def rank(self, name: str, first: tuple[Array, ...]) -> None:
-        """Tells the shard what the prior ranks first in all shards, as `first_rows` returns it, before the first block.
+        """Sets the rows that the prior ranks first in all shards, as `first_rows` returns them, before the first block.
 
         Raises:
             ShardLostError: as `attend`.
@@ -165,10 +165,10 @@ class Shard:
     def floor(self, name: str, block: int, query: Array, *, question: ShardQuestion | None = None) -> Array | None:
         """A lower bound of the largest logits of one block, `[B, H, S]`; None if this shard has none.
 
-        The largest of all shards tells each of them how few of its rows can matter.
+        The largest bound of all shards tells each shard which few of its rows can matter.
 
         Args:
-            name, block, query, question: as `attend` takes them.
+            name, block, query, question: as for `attend`.
 
         Raises:
             ShardLostError: as `attend`.
@@ -193,18 +193,18 @@ class Shard:
 
         Args:
             name: name of the questions.
-            block: number of the block.
-            query: `[B, H, S, d]`, already scaled, B times the number of slots; None for those that `floor` was asked
-                with.
-            mass: True if `mass` will be asked next.
-            question: the questions, with the first call about their first block.
-            floor: `[B, H, S]`, a lower bound of the largest logits over all shards; None where it is not known.
+            block: index of the block.
+            query: `[B, H, S, d]`, already scaled; with slots, B counts all slots of all questions. None reuses the
+                queries of the last call of `floor`.
+            mass: True if a call of `mass` follows.
+            question: the questions; needed in the first call about them only.
+            floor: `[B, H, S]`, a lower bound of the largest logits over all shards; None if unknown.
 
         Returns:
             `[B, H, S, d + 2]`, see `Partial.packed`.
 
         Raises:
-            ShardLostError: when this shard was opened, or asked about another state, since the question began.
+            ShardLostError: if this shard was opened again, or asked about another state, since the question began.
         """
         attended = self._attended(name, question, 0 if query is None else len(query))
         queries = self._queries[name] if query is None else to_tensor(query, self.device, attended.dtype)
@@ -216,7 +216,7 @@ class Shard:
         return to_array(partial.packed)
 
     def _attended(self, name: str, question: ShardQuestion | None = None, batch: int = 0) -> AttendedBank:
-        """The shard's rows as these questions attend to them, which begin with `question`."""
+        """The shard's rows as the named questions attend to them; `question` begins new questions."""
         if question is not None:
             self._begin(question, batch)
         if name not in self._asked:
@@ -253,7 +253,7 @@ class Shard:
         if view is None or (view.bank.history, view.dtype, view.budget_bytes) != settings:
             view = ProjectedBank(self.network, seen, device=self.device, dtype=dtype, budget_bytes=question.cache_bytes)
         if view is not self._view or view.bank.version != seen.version:
-            self._asked.clear()  # they would go on with other rows than they began with
+            self._asked.clear()  # these questions would continue with other rows than they began with
             self._last.clear()
             self._queries.clear()
         view.bank = seen
@@ -263,12 +263,12 @@ class Shard:
 
     def _forgotten(self) -> ShardLostError:
         return ShardLostError(
-            f"shard {self.mark.number} ({self.folder}) was restarted or has moved on during the question; ask again"
+            f"shard {self.mark.number} ({self.folder}) restarted or changed during the question; ask again"
         )
 
     @torch.no_grad()
     def prior_summary(self, question: ShardQuestion) -> Array:
-        """The largest document prior of the shard's rows and the log-sum-exp of all, `[B, 2]`.
+        """The largest document prior of the shard's rows, and the log-sum-exp of all their priors, `[B, 2]`.
 
         See `mac_rag.memory.views.base_reader.prior_summary`.
 
@@ -286,7 +286,7 @@ class Shard:
         return to_array(prior_summary(prior.score(queries, prior_keys(view)), visible))
 
     def mass(self, name: str, lse: Array) -> Array:
-        """The attention mass `[B, k]` of the shard's rows in the block that was attended to with `mass`.
+        """The attention mass `[B, k]` of the shard's rows in the last block, for which `attend` had `mass`.
 
         Args:
             name: name of the questions.
@@ -302,7 +302,7 @@ class Shard:
         return to_array(self._attended(name).of_all_rows(block, mass, rows, floor))
 
     def put(self, kept: Collection[int], documents: Sequence[Document], phi: Array, rows: Sequence[int]) -> ShardChange:
-        """See `MemoryBank.put`; `kept` are the versions of this opening that somebody may still ask about."""
+        """See `MemoryBank.put`; `kept` are the versions of this opening that are still in use."""
         self._keep(kept)
         replaced = [
             member.document_id
@@ -325,7 +325,7 @@ class Shard:
         return ShardChange(self._version, added, replaced)
 
     def _names_with(self, document_id: str) -> list[str]:
-        """Ids of the documents of the entry of a document."""
+        """Ids of all documents in the entry of a document."""
         return [member.document_id for member in self.bank[document_id].members]
 
     def delete(self, kept: Collection[int], document_id: str) -> ShardChange:
@@ -368,7 +368,7 @@ class Shard:
         self.bank.close()
 
     def _keep(self, versions: Collection[int]) -> None:
-        """Before a change: keeps the states that somebody may still ask about, and no others."""
+        """Before a change: keeps snapshots of the states that are still in use, and of no others."""
         self._snapshots = {version: one for version, one in self._snapshots.items() if version in versions}
         if self.bank.version in versions:
             self._snapshots[self.bank.version] = self.bank.snapshot()

@@ -1,10 +1,10 @@
-"""What lies beside the shards' banks: which bank they are shards of, and which documents belong to which.
+"""Files beside the shards' banks, which say to which bank the shards belong; and which document belongs to which shard.
 
     shards.json          in the bank's folder: number of shards, fingerprint, intent
     shard-<n>/           an ordinary bank
     shard-<n>/shard.json which shard of which bank it is
 
-Both files are sealed by a checksum. `shards.json` is written last, so a folder has it only if all shards were made.
+Both files are sealed by a checksum. `shards.json` is written last, so it exists only if all shards were made.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ _Count = Annotated[int, Field(ge=1, le=MOST_SHARDS)]
 
 
 def shard_of(document_id: str, shards: int) -> int:
-    """The number of the shard that a document belongs to. It is part of the format: the same in all versions."""
+    """The number of the shard that a document belongs to. Part of the format: it must never change."""
     digest = hashlib.blake2b(document_id.encode("utf-8", "surrogatepass"), digest_size=8).digest()
     return int.from_bytes(digest) % shards
 
 
 def shards_of(id_hashes: Tensor, shards: int) -> Tensor:
-    """`shard_of` many documents, int64 `[n]`, from their hashes `[n]` (`mac_rag.data.document_ids.id_hash`)."""
-    digests = id_hashes.numpy().view(np.uint64).byteswap()  # the same 8 bytes, read the other way round
+    """`shard_of` for many documents, int64 `[n]`, from their hashes `[n]` (`mac_rag.data.document_ids.id_hash`)."""
+    digests = id_hashes.numpy().view(np.uint64).byteswap()  # the same 8 bytes in the opposite order
     return torch.from_numpy((digests % np.uint64(shards)).astype(np.int64))
 
 
@@ -50,10 +50,10 @@ class _SealedFile(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     def write(self, path: Path) -> None:
-        """Writes the file, so that a crash leaves the old or the new one.
+        """Writes the file atomically: a crash leaves the old or the new one.
 
         Raises:
-            BankError: when the disk refuses it.
+            BankError: if the disk refuses it.
         """
         with file_errors(path.parent, "written"):
             write_file(path, [sealed(self.model_dump(mode="json"))])
@@ -65,11 +65,11 @@ class _SealedFile(BaseModel):
 
         Args:
             path: the file.
-            missing: what to say where there is no such file.
+            missing: error message if there is no such file.
 
         Raises:
-            BankError: without the file, or where it cannot be read.
-            DamageError: when it is not what was written.
+            BankError: if the file is missing or cannot be read.
+            DamageError: if it is not what was written.
         """
         try:
             with file_errors(path.parent, "read"):
@@ -79,21 +79,24 @@ class _SealedFile(BaseModel):
         except ValidationError as error:
             first = error.errors()[0]
             place = ".".join(map(str, first["loc"]))
-            raise DamageError(f"{path} is damaged or of a later version: {place}: {first['msg']}") from None
+            raise DamageError(
+                f"{path} is damaged or of a later version: {place}: {first['msg']}; update mac_rag, or restore the "
+                "bank from a backup"
+            ) from None
         except MalformedError as error:
             raise DamageError(f"{path} is damaged: {error}; restore the bank from a backup") from None
 
 
 class ShardsManifest(_SealedFile):
-    """What a bank in shards is.
+    """Manifest of a bank in shards.
 
     Attributes:
         format: version of this file.
         name: random name of the bank, which its shards carry as well.
         fingerprint: fingerprint of the model.
         shards: number of shards.
-        routing: how documents are assigned to shards, see `shard_of`.
-        intent: the change of bank and retriever that has begun and is not complete.
+        routing: the rule that assigns documents to shards, see `shard_of`.
+        intent: the change of bank and retriever that has begun and is not complete; empty if there is none.
     """
 
     format: Literal[1] = 1
@@ -105,12 +108,12 @@ class ShardsManifest(_SealedFile):
 
 
 class ShardMark(_SealedFile):
-    """Which shard of which bank a folder holds.
+    """Identity of the shard in a folder.
 
     Attributes:
         format: version of this file.
         bank: name of the bank.
-        number: number of the shard, from 0 on.
+        number: number of the shard, from 0.
         shards: number of shards of the bank.
     """
 
@@ -123,7 +126,7 @@ class ShardMark(_SealedFile):
         """Refuses a folder that holds another shard.
 
         Raises:
-            BankError: says which one.
+            BankError: for another shard; the message says which one.
         """
         if self == expected:
             return
@@ -134,7 +137,7 @@ class ShardMark(_SealedFile):
         else:
             found = f"shard {self.number}"
         raise BankError(
-            f"{folder} holds {found} in the place of shard {expected.number}; put the folder of the right shard there"
+            f"{folder} holds {found} instead of shard {expected.number}; put the folder of the right shard there"
         )
 
 
@@ -142,7 +145,7 @@ def read_mark(folder: Path) -> ShardMark:
     """The mark of a shard's folder.
 
     Raises:
-        BankError: when the folder holds no shard, or a damaged mark.
+        BankError: if the folder holds no shard, or a damaged mark.
     """
     return ShardMark.read(
         folder / MARK, f"{folder} holds no shard: it is lost or was moved; put it back, or restore it from a backup"
@@ -158,7 +161,7 @@ def check_fingerprint(folder: Path, writer: str, reader: str) -> None:
     """Refuses a model that did not write a bank.
 
     Raises:
-        FingerprintError: when the fingerprints differ; names both.
+        FingerprintError: if the fingerprints differ; the message names both.
     """
     if writer != reader:
         raise FingerprintError(

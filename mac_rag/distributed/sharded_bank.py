@@ -1,10 +1,10 @@
-"""A memory bank whose documents lie in several shards: processes on this machine, or on several machines."""
+"""A memory bank whose documents lie in several shards: processes on one machine, or on several machines."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Mapping, Sequence
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
 from weakref import WeakSet
@@ -15,37 +15,55 @@ from torch import Tensor
 from mac_rag.data.types import Document
 from mac_rag.distributed.directory import ShardDirectory
 from mac_rag.distributed.messages import ShardChange, ShardContents, to_array
+from mac_rag.distributed.reader import ShardedReader
 from mac_rag.distributed.shard_files import SHARDS
 from mac_rag.distributed.sharded_contents import ShardedContents
-from mac_rag.distributed.snapshot import ShardedSnapshot
 from mac_rag.distributed.transport import ActorOptions, RayShards, Request, ShardSettings, StartShards, WatchedShards
 from mac_rag.errors import BankError, ShardLostError
 from mac_rag.memory.bank import MemoryBank
 from mac_rag.memory.entries import described_members
+from mac_rag.memory.known_documents import Timeline
 from mac_rag.memory.storage.manifest import Intent
 
 if TYPE_CHECKING:
+    from mac_rag.config import AttentionConfig
     from mac_rag.model import MACModel
 
 
-class ShardedBank(ShardedContents):
-    """A bank in N shards. A document's id says which shard holds it, and a question attends to all of them.
+class ShardedSnapshot(ShardedContents):
+    """The contents of a bank in shards at one moment; later changes of the bank do not affect it.
 
-    Each shard is an ordinary bank in a process of its own, with one folder under the bank's folder. A question costs
-    two round trips to all shards for each block of the aggregation network, and gives what one bank with all documents
-    gives, up to rounding. This process keeps ids, hashes and metadata of all documents; memory tokens stay in the
-    shards. Documents are in the order of the shards, and in each shard in the order of arrival.
+    The shards keep the states that it refers to as long as it is in use.
+    """
+
+    @cached_property
+    def timeline(self) -> Timeline:
+        """As `ShardedContents.timeline`, made once."""
+        return super().timeline
+
+    def reader(self, model: MACModel, config: AttentionConfig) -> ShardedReader:
+        """See `mac_rag.memory.views.base_reader.BringsReader`."""
+        return ShardedReader(model, self, config)
+
+
+class ShardedBank(ShardedContents):
+    """A bank in N shards. A document's id determines the shard that holds it, and a question attends to all shards.
+
+    Each shard is an ordinary bank in its own process, with one folder under the bank's folder. A question costs two
+    round trips to all shards for each block of the aggregation network, and its result equals that of one bank with all
+    documents, up to rounding. This process keeps ids, hashes and metadata of all documents; memory tokens stay in the
+    shards. Documents are in the order of the shards, and within a shard in the order of arrival.
 
     Each shard commits by itself. So after an error or a crash during `commit`, some shards may have committed and
     others not: repeat the call that failed, such as `MACEngine.adapt`, and it does the rest.
 
-    A shard that is lost restarts from its folder, at its last commit. Meanwhile, a question raises `ShardLostError`;
-    or, with `partial_answers`, it is answered from the other shards, and `Answer.unread` says what share of the
-    documents they lack.
+    A lost shard restarts from its folder, at its last commit. Meanwhile, a question raises `ShardLostError`; or, with
+    `partial_answers`, it is answered from the other shards, and `Answer.unread` is the share of documents that were not
+    read.
 
     Args:
         settings: how the shards are opened.
-        start: makes the shards.
+        start: makes the shards' transport.
         partial_answers: True to answer while shards are lost.
         create: True for a new bank.
 
@@ -66,10 +84,10 @@ class ShardedBank(ShardedContents):
             settings.manifest.write(settings.folder / SHARDS)
         self._settings = settings
         self._intent = settings.manifest.intent
-        self._look = threading.RLock()  # held for an instant, never while a shard is asked
-        self._dirty: set[int] = set()  # shards with changes that are not committed
-        self._undone: set[int] = set()  # shards whose changes are gone, so that all must be rolled back
-        self._must_finish = False  # if a change of bank and retriever was committed by some shards only
+        self._look = threading.RLock()  # held briefly, never while a shard is asked
+        self._dirty: set[int] = set()  # shards with uncommitted changes
+        self._undone: set[int] = set()  # shards that lost their changes, so that all must be rolled back
+        self._must_finish = False  # True if only some shards committed a change of bank and retriever
         self._snapshots: WeakSet[ShardedSnapshot] = WeakSet()
         self._on_disk = [directory.copy() for directory in found]
         self._committed = self.snapshot()
@@ -87,14 +105,14 @@ class ShardedBank(ShardedContents):
         """Makes a new, empty bank and opens it for writing.
 
         Args:
-            folder: folder of the bank, which all machines reach under this path; it is made if it does not exist.
+            folder: folder of the bank, which all machines must see under this path; created if missing.
             model: the model that writes and reads the bank.
-            shards: number of shards. It stays what it is, because it decides where documents lie.
-            partial_answers, actor_options: as `open`.
+            shards: number of shards. It can never change, because it decides where documents lie.
+            partial_answers, actor_options: as for `open`.
 
         Raises:
-            BankError: when the folder already holds a bank or shards.
-            ConfigError: for a number of shards that is none; and without Ray.
+            BankError: if the folder already holds a bank or shards.
+            ConfigError: for an impossible number of shards; without Ray.
         """
         settings = ShardSettings.of_new(Path(folder).absolute(), model, shards)
         return cls(settings, partial(RayShards, options=actor_options), partial_answers=partial_answers, create=True)
@@ -116,13 +134,13 @@ class ShardedBank(ShardedContents):
             model: the model that wrote the bank.
             write: True to change the bank. Only one process can write to it at a time.
             partial_answers: True to answer while shards are lost.
-            actor_options: from the number of a shard to options of its Ray actor, such as `num_gpus` or `resources`.
+            actor_options: function from a shard's number to its Ray actor's options, such as `num_gpus` or `resources`.
 
         Raises:
-            BankError: when there is no bank, or a shard is missing, damaged, in another's place, or open for writing in
-                another process; names the shard's folder.
+            BankError: if there is no bank; if a shard is missing, damaged, in another's place, or open for writing in
+                another process. The message names the shard's folder.
             ConfigError: without Ray.
-            FingerprintError: when another model wrote it.
+            FingerprintError: if another model wrote it.
         """
         settings = ShardSettings.of(Path(folder).absolute(), model, write=write)
         return cls(settings, partial(RayShards, options=actor_options), partial_answers=partial_answers)
@@ -134,7 +152,7 @@ class ShardedBank(ShardedContents):
 
     @property
     def intent(self) -> Intent:
-        """The change of bank and retriever that the last commit announced; empty when none is under way."""
+        """The change of bank and retriever that the last commit announced; empty if none is under way."""
         return self._intent
 
     @property
@@ -144,7 +162,7 @@ class ShardedBank(ShardedContents):
         return self._committed
 
     def snapshot(self) -> ShardedSnapshot:
-        """The current contents, uncommitted changes included, as they stay whatever happens to the bank."""
+        """The current contents, including uncommitted changes; later changes of the bank do not affect the snapshot."""
         self.shards.take_restarted(self._take, wait=False)
         return self._snapshot_of(self.directories)
 
@@ -170,16 +188,17 @@ class ShardedBank(ShardedContents):
 
         Raises:
             BankError: as `MemoryBank.put`; the bank has not changed.
-            ShardLostError: when a shard is lost on the way; `rollback` before anything else.
+            ShardLostError: if a shard is lost during the call; call `rollback` before anything else.
         """
         self._check_changeable()
         counts = [1] * len(documents) if rows is None else list(rows)
-        MemoryBank(self.fingerprint).put(documents, phi, counts)  # finds what is wrong before a shard changes
+        MemoryBank(self.fingerprint).put(documents, phi, counts)  # finds errors before any shard changes
         shape = tuple(phi.shape[1:])
         held = next((one.row_shape for one in self.directories if one.row_shape is not None), shape)
         if shape != held:
             raise BankError(
-                f"memory tokens of shape {list(shape)} do not fit this bank, whose rows have shape {list(held)}"
+                f"memory tokens of shape {list(shape)} do not fit this bank, whose rows have shape {list(held)}; "
+                "encode the documents with the model that wrote the bank"
             )
         places: dict[int, list[int]] = {}
         for place, document in enumerate(documents):
@@ -203,14 +222,14 @@ class ShardedBank(ShardedContents):
         return tuple(name for number in sorted(changes) for name in changes[number].returned)
 
     def describe(self, documents: Sequence[Document]) -> None:
-        """Gives documents other metadata, such as another date; see `MemoryBank.describe`.
+        """Replaces the metadata of documents, such as the date; see `MemoryBank.describe`.
 
         Raises:
             BankError: as `MemoryBank.describe`; the bank has not changed.
-            ShardLostError: when a shard is lost on the way; `rollback` before anything else.
+            ShardLostError: if a shard is lost during the call; call `rollback` before anything else.
         """
         self._check_changeable()
-        described_members(documents, lambda name: self[name].members)  # finds what is wrong before a shard changes
+        described_members(documents, lambda name: self[name].members)  # finds errors before any shard changes
         own: dict[int, list[Document]] = {}
         for document in documents:
             own.setdefault(self._number(document.id), []).append(document)
@@ -221,7 +240,7 @@ class ShardedBank(ShardedContents):
 
         Raises:
             BankError: for an id that the bank does not hold.
-            ShardLostError: when its shard is lost; `rollback` before anything else.
+            ShardLostError: if its shard is lost; call `rollback` before anything else.
         """
         self._check_changeable()
         if document_id not in self:
@@ -232,7 +251,7 @@ class ShardedBank(ShardedContents):
     def _changed(
         self, requests: Mapping[int, Request], row_shape: tuple[int, int] | None = None
     ) -> dict[int, ShardChange]:
-        """Changes shards; on an error of one, all must be rolled back."""
+        """Changes shards; after an error in one, all must be rolled back."""
         self._dirty |= requests.keys()
         outcomes = self.shards.ask(requests)
         errors = [outcome for outcome in outcomes.values() if isinstance(outcome, Exception)]
@@ -247,10 +266,10 @@ class ShardedBank(ShardedContents):
         return outcomes
 
     def prepare(self) -> None:
-        """Writes to disk what the next commit needs; see `MemoryBank.prepare`.
+        """Prepares the next commit on disk; see `MemoryBank.prepare`.
 
         Raises:
-            BankError: see `commit`.
+            BankError: as `commit`.
         """
         self._check_changeable()
         self.shards.done({number: Request("prepare") for number in sorted(self._dirty)})
@@ -259,19 +278,21 @@ class ShardedBank(ShardedContents):
         """Writes all changes to disk, shard by shard.
 
         Args:
-            intent: as `MemoryBank.commit`. It is written before the shards commit, and cleared when all have.
+            intent: as for `MemoryBank.commit`. It is written before the shards commit, and cleared once all have.
 
         Raises:
-            BankError: when the bank is not open for writing, or a shard or the disk refuses the write. Other shards may
-                have committed: commit the rest later, or `rollback` it and repeat the change.
-            ShardLostError: when a shard is lost. `rollback`, and repeat the change.
+            BankError: if the bank is not open for writing, or a shard or the disk refuses the write. Other shards may
+                have committed: commit the rest later, or call `rollback` and repeat the change.
+            ShardLostError: if a shard is lost. Call `rollback` and repeat the change.
         """
         self._check_changeable()
         announced = self.intent if intent is None else _both(self.intent, intent)
         if self._dirty and announced != self.intent:
             self._announce(announced)
         if self._must_finish and intent is not None and intent != self.intent:
-            raise BankError(f"{self.folder} has committed a part of a change; call adapt or reconcile to finish it")
+            raise BankError(
+                f"{self.folder} has committed only a part of a change; call adapt or reconcile to finish it"
+            )
         failed = self._commit_shards()
         if failed is not None:
             raise failed
@@ -290,7 +311,7 @@ class ShardedBank(ShardedContents):
                     self._on_disk[number] = self.directories[number].copy()
             self._committed = self._snapshot_of(self._on_disk)
         if errors and self.intent and len(errors) < len(outcomes):
-            # Whichever way the retriever goes, the bank has to follow it: forwards, or back.
+            # Whether the retriever completes the change or reverts it, the bank has to follow.
             names = tuple(dict.fromkeys((*self.intent.puts, *self.intent.deletes)))
             self._must_finish = True
             self._announce(Intent(puts=names, deletes=names))
@@ -301,7 +322,7 @@ class ShardedBank(ShardedContents):
         self._intent = intent
 
     def rollback(self) -> None:
-        """Drops all changes since the last commit of each shard. A lost shard has dropped its own."""
+        """Drops all changes since the last commit of each shard. A lost shard has already dropped its own."""
         numbers = sorted(self._dirty)
         outcomes = self.shards.ask({number: Request("rollback", (self._kept(number),)) for number in numbers})
         with self._look:
@@ -319,10 +340,10 @@ class ShardedBank(ShardedContents):
                 raise outcome
 
     def compact(self) -> None:
-        """Commits, and rewrites what has deleted entries, in each shard; see `MemoryBank.compact`.
+        """Commits, and compacts each shard; see `MemoryBank.compact`.
 
         Raises:
-            BankError: see `MemoryBank.compact`; other shards may be compacted.
+            BankError: as `MemoryBank.compact`; other shards may have been compacted.
         """
         self.commit()
         self.shards.done({number: Request("compact") for number in self.shards.numbers})
@@ -331,10 +352,10 @@ class ShardedBank(ShardedContents):
         """Moves a bank that is open for reading to the last commits of its shards.
 
         Returns:
-            True if there was another commit.
+            True if there was a new commit.
 
         Raises:
-            BankError: when a shard on disk is damaged, or lost; the others may have moved.
+            BankError: if a shard is damaged on disk, or lost; the others may have moved to their last commits.
         """
         if self.writable:
             return False
@@ -350,11 +371,11 @@ class ShardedBank(ShardedContents):
         return any(outcome is not None for outcome in outcomes.values())
 
     def close(self) -> None:
-        """Ends the shards; changes that were not committed are dropped. The bank cannot be read any more."""
+        """Ends the shards and drops uncommitted changes. Afterwards the bank can no longer be read."""
         self.shards.close()
 
     def _take(self, number: int, contents: ShardContents) -> None:
-        """Goes on with what a shard holds on disk."""
+        """Replaces the directory of a shard by its contents on disk."""
         with self._look:
             self.directories[number] = ShardDirectory(contents)
             self._on_disk[number] = self.directories[number].copy()
@@ -363,7 +384,7 @@ class ShardedBank(ShardedContents):
                 self._undone.add(number)
 
     def _kept(self, number: int) -> set[int]:
-        """Versions of a shard that somebody may still ask about."""
+        """Versions of a shard that snapshots still use."""
         opening, _ = self.directories[number].version
         with self._look:
             states = [snapshot.states[number] for snapshot in self._snapshots]
@@ -375,8 +396,8 @@ class ShardedBank(ShardedContents):
         self.shards.take_restarted(self._take, wait=True)
         if self._undone:
             raise BankError(
-                f"a change of {self.folder} has failed in shard {', '.join(map(str, sorted(self._undone)))}; "
-                "call rollback() and repeat the change"
+                f"a change of {self.folder} failed in shard {', '.join(map(str, sorted(self._undone)))}; call "
+                "rollback() and repeat the change"
             )
 
     def __enter__(self) -> Self:

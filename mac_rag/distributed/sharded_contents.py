@@ -1,4 +1,4 @@
-"""The documents of all shards together, as the process that asks knows them."""
+"""The documents of all shards together, as the asking process knows them."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from mac_rag.memory.known_documents import KnownDocuments, Timeline
 
 
 class ShardedContents:
-    """The documents of all shards, in the order of the shards, and in each in the order of arrival.
+    """The documents of all shards, in the order of the shards, and within a shard in the order of arrival.
 
     Args:
         shards: the shards.
         fingerprint: fingerprint of the model that wrote them.
-        directories: what is known of each shard.
+        directories: the directory of each shard.
         version: see below.
         partial_answers: see below.
 
     Attributes:
         shards: the shards.
-        directories: what is known of each shard.
+        directories: the directory of each shard.
         partial_answers: True to answer while shards are lost.
         version: a number that grows with every change of the bank.
     """
@@ -60,7 +60,7 @@ class ShardedContents:
 
     @property
     def phi(self) -> Tensor:
-        """Memory tokens of all rows `[N, T, D]`, fetched from the shards, as they are now.
+        """Memory tokens of all rows `[N, T, D]`, fetched from the shards at each access, as they are now.
 
         Raises:
             BankError: for an empty bank.
@@ -79,7 +79,7 @@ class ShardedContents:
         """Refuses a model that did not write this bank.
 
         Raises:
-            FingerprintError: when the fingerprints differ; names both.
+            FingerprintError: if the fingerprints differ; the message names both.
         """
         check_fingerprint(self.folder, self.fingerprint, fingerprint)
 
@@ -90,7 +90,7 @@ class ShardedContents:
 
     @property
     def row_members(self) -> list[tuple[str, ...]]:
-        """For each row the ids of the documents that it stands for, shard by shard."""
+        """For each row the ids of the documents that it represents, shard by shard."""
         return [
             members
             for directory in self.directories
@@ -100,22 +100,22 @@ class ShardedContents:
 
     @property
     def supersedes(self) -> bool:
-        """True if one of the documents supersedes another, which the bank need not hold."""
+        """True if a document supersedes another, even one that the bank does not hold."""
         return any(directory.superseded for directory in self.directories)
 
     @property
     def timeline(self) -> Timeline:
-        """All documents, shard by shard, with what says when they count."""
+        """All documents, shard by shard, with their dates and what they supersede."""
         return Timeline.cat([directory.timeline for directory in self.directories])
 
     def visible_rows(self, allowed: Container[str]) -> Tensor:
-        """Which rows stand for allowed documents only, bool `[N]`."""
+        """Which rows represent allowed documents only, bool `[N]`."""
         if isinstance(allowed, KnownDocuments):
             return allowed.rows_of(self)
         return rows_allowed(self.row_members, allowed)
 
     def is_textless(self, document_id: str) -> bool:
-        """False: shards keep no texts, so they have lost none."""
+        """Always False: shards store no texts, so they can have lost none."""
         return False
 
     def __getitem__(self, document_id: str) -> ShardedEntry:

@@ -1,7 +1,7 @@
-"""Memory tokens on their way into a bank: blocks on disk, written by workers and read by the one who commits.
+"""Memory tokens on their way into a bank: blocks on disk, written by workers and read by the process that commits.
 
-A block's name says which documents it was made of, with which model, and what it holds. So a later run finds the blocks
-that an interrupted one has finished, and no two writers can spoil each other's.
+A block's name holds a digest of its documents, model and settings, and one of its contents. So a later run finds the
+blocks that an interrupted run has finished, and two writers cannot damage each other's blocks.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from mac_rag.untrusted_files import MalformedError, read_file
 
 _BLOCK = re.compile(r"block-(?P<key>[0-9a-f]{64})-(?P<digest>[0-9a-f]{64})\.safetensors")
 _UNFINISHED_BLOCK = re.compile(rf"block-[0-9a-f]{{64}}-([0-9a-f]{{16}}({re.escape(UNFINISHED)})?|attempt-[0-9]+)")
-_HEADER = 1 << 16  # largest size of what a block holds beside its numbers
+_HEADER = 1 << 16  # largest size of a block's header in bytes
 
 
 class Block(NamedTuple):
@@ -43,7 +43,7 @@ class Block(NamedTuple):
 
 
 def write_block(folder: Path, key: str, block: Block) -> str:
-    """Writes a block as a worker does, beside other workers; returns the name of its file."""
+    """Writes a block; safe beside other workers. Returns the name of its file."""
     data = save({"phi": block.phi.cpu().contiguous(), "rows": torch.tensor(block.rows)})
     unnamed = folder / f"block-{key}-{secrets.token_hex(8)}"
     digest = write_file(unnamed, [data])
@@ -54,21 +54,21 @@ def write_block(folder: Path, key: str, block: Block) -> str:
 
 
 def attempt_name(key: str, number: int) -> str:
-    """Name of the file that says that a block was begun."""
+    """Name of the file that records an attempt to make a block."""
     return f"block-{key}-attempt-{number}"
 
 
 class Staging:
-    """The folder of the blocks of one bank, `<bank>.staging` beside it. One process at a time has the right to it.
+    """The folder of one bank's blocks, `<bank>.staging` beside it. Only one process at a time can use it.
 
-    Leaving it as a context manager keeps what is in it, for a later run; `remove` removes it.
+    Leaving the context keeps finished blocks for a later run; `remove` removes them.
 
     Args:
         bank: folder of the bank.
         secure_delete: True to overwrite blocks before they are removed.
 
     Raises:
-        BankError: when the folder cannot be made, or another process uses it.
+        BankError: if the folder cannot be made, or another process uses it.
     """
 
     def __init__(self, bank: Path, *, secure_delete: bool) -> None:
@@ -79,10 +79,10 @@ class Staging:
             make_folder(self.folder)
             self._lock = WriterLock(self.folder)
         except OSError as error:
-            raise BankError(f"{self.folder} cannot be made for the blocks of {bank}: {error.strerror}") from error
+            raise BankError(f"{self.folder}, for the blocks of {bank}, cannot be made: {error.strerror}") from error
 
     def finished(self) -> dict[str, str]:
-        """The names of the blocks that are there, by the keys of their groups."""
+        """The blocks that are there: key of the group -> name of the block."""
         found = (match for match in map(_BLOCK.fullmatch, sorted(_names(self.folder))) if match)
         return {match["key"]: match[0] for match in found}
 
@@ -95,7 +95,7 @@ class Staging:
             row_shape: shape `(T, D)` of a row.
 
         Raises:
-            DamageError: for a block that is not there, or is not what was written.
+            DamageError: for a block that is missing, or is not what was written.
         """
         path, match = self.folder / name, _BLOCK.fullmatch(name)
         most = (documents << PART_BITS) * row_shape[0] * row_shape[1] * 4 + documents * 8 + _HEADER
@@ -107,8 +107,8 @@ class Staging:
             phi, rows = tensors["phi"], tensors["rows"].tolist()
         except FileNotFoundError:
             raise DamageError(
-                f"the block {path}, which a worker has written, is not there; put the bank where all machines of the "
-                "cluster see the same files under the same path"
+                f"the block {path}, which a worker wrote, is missing; put the bank where all machines of the cluster "
+                "see the same files under the same path"
             ) from None
         except (OSError, ValueError, KeyError, SafetensorError) as error:
             raise DamageError(f"the block {path} is damaged: {error}; remove it, and run the command again") from None
@@ -117,7 +117,7 @@ class Staging:
         return Block(phi, rows)
 
     def discard(self, keep: Collection[str] = ()) -> None:
-        """Removes all blocks but those of these names, and what killed workers have left."""
+        """Removes all blocks except those in `keep`, and the leftovers of killed workers."""
         for name in _names(self.folder):
             if name not in keep and (_BLOCK.fullmatch(name) or _UNFINISHED_BLOCK.fullmatch(name)):
                 self.drop(name)
@@ -127,7 +127,7 @@ class Staging:
         remove_file(self.folder / name, secure_delete=self._secure_delete)
 
     def remove(self) -> None:
-        """Removes all blocks, and the folder, if nothing else is in it."""
+        """Removes all blocks, and the folder if nothing else is in it."""
         self.discard()
         self._lock.release()
         (self.folder / LOCK).unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""How a bank reaches its shards: Ray actors, each in a process of its own. Lost ones restart from their folders."""
+"""A bank's connection to its shards: Ray actors, each in its own process. Lost shards restart from their folders."""
 
 from __future__ import annotations
 
@@ -45,11 +45,11 @@ class Request:
 
 @dataclass(frozen=True)
 class LostShard:
-    """What comes back in the place of an answer from a shard that is not there.
+    """Replaces the answer of a shard that is lost.
 
     Attributes:
-        reason: what happened to it.
-        cannot_restart: True if it was started again in vain.
+        reason: what happened to the shard.
+        cannot_restart: True if an attempt to restart it has failed.
     """
 
     reason: str
@@ -62,7 +62,7 @@ class ShardSettings:
 
     Attributes:
         folder: folder of the bank.
-        manifest: what the bank is.
+        manifest: the bank's manifest.
         network: the model's aggregation network, on the CPU.
         write: True to change the bank.
     """
@@ -77,20 +77,23 @@ class ShardSettings:
         """Settings of the bank in a folder.
 
         Raises:
-            BankError: when there is none, or its manifest is damaged.
-            FingerprintError: when another model wrote it.
+            BankError: if there is none, or its manifest is damaged.
+            FingerprintError: if another model wrote it.
         """
-        manifest = ShardsManifest.read(folder / SHARDS, f"there is no bank in shards in {folder}")
+        manifest = ShardsManifest.read(
+            folder / SHARDS,
+            f"there is no bank in shards in {folder}; give its folder, or create one (ShardedBank.create)",
+        )
         check_fingerprint(folder, manifest.fingerprint, model.fingerprint)
         return cls(folder, manifest, _network_of(model), write)
 
     @classmethod
     def of_new(cls, folder: Path, model: MACModel, shards: int) -> ShardSettings:
-        """Settings of a bank that is about to be made.
+        """Settings of a bank that is to be made.
 
         Raises:
-            BankError: when the folder holds a bank.
-            ConfigError: for a number of shards that is none.
+            BankError: if the folder already holds a bank.
+            ConfigError: for an impossible number of shards.
         """
         if not 1 <= shards <= MOST_SHARDS:
             raise ConfigError(f"shards is {shards}; choose 1 to {MOST_SHARDS}")
@@ -117,14 +120,14 @@ class Shards(Protocol):
         """Makes a call to each of some shards, to all at the same time.
 
         Returns:
-            What each has returned, or the `MACError` that it raised, or a `LostShard` for one that is not there.
+            For each shard the return value, the `MACError` that it raised, or a `LostShard` if it is lost.
         """
 
     def start(self, number: int, *, create: bool = False) -> None:
-        """Begins to open a shard from its folder, in the place of the one that was there; to make it with `create`."""
+        """Begins to open a shard from its folder, replacing a running one. With `create`, makes the shard first."""
 
     def started(self, number: int, *, wait: bool) -> ShardContents | Exception | None:
-        """What became of the start: the shard's documents, an error, or None if that is not known yet.
+        """The outcome of the start: the shard's contents, an error, or None if it is not known yet.
 
         Args:
             number: number of the shard.
@@ -135,7 +138,7 @@ class Shards(Protocol):
         """Ends the shards."""
 
 
-# Makes the shards of a bank; none of them is started.
+# Makes the shards of a bank without starting them.
 StartShards: TypeAlias = Callable[[ShardSettings], Shards]
 # Number of a shard -> options of its actor, as `ray.remote` takes them.
 ActorOptions: TypeAlias = Callable[[int], Mapping[str, Any]]
@@ -146,11 +149,11 @@ class RayShards:
 
     Args:
         settings: how the shards are opened.
-        options: where each actor runs and what it takes, such as `num_gpus` or `resources`; without them, it takes part
-            of the CPU of any machine.
+        options: Ray options of each actor, such as `num_gpus` or `resources`; None places it on any machine, sharing
+            the CPU.
 
     Raises:
-        ConfigError: without Ray, or without a cluster.
+        ConfigError: without Ray, or if its cluster cannot be reached.
     """
 
     def __init__(self, settings: ShardSettings, options: ActorOptions | None = None) -> None:
@@ -166,7 +169,7 @@ class RayShards:
         former = self._actors.get(number)
         if former is not None:
             self._ray.kill(former)
-        # Ray does not restart it: only this object knows what a shard that comes back has forgotten.
+        # Ray must not restart it: only this object knows what a restarted shard has forgotten.
         options = {"num_cpus": 0, "max_restarts": 0, **({} if self._options is None else self._options(number))}
         device = "cuda" if options.get("num_gpus") else "cpu"
         actor = self._ray.remote(**options)(Shard).remote(*self._settings.arguments(number, self._network, device))
@@ -190,7 +193,7 @@ class RayShards:
         return {number: self._outcome(reference) for number, reference in references.items()}
 
     def _outcome(self, reference: Any) -> Any:
-        """What a call has returned, or the error that a shard raised or a lost one leaves."""
+        """The return value of a call, the `MACError` that the shard raised, or a `LostShard`."""
         errors = self._ray.exceptions
         try:
             return self._ray.get(reference)
@@ -208,7 +211,7 @@ class RayShards:
 
 
 class WatchedShards:
-    """The shards of a bank. Threads may share it.
+    """The shards of a bank, with restarts of those that are lost. Threads may share it.
 
     Args:
         settings: how the shards are opened.
@@ -216,18 +219,18 @@ class WatchedShards:
         create: True to make a new bank.
 
     Attributes:
-        transport: reaches the shards.
-        opened: the documents of each shard when it was opened first.
+        transport: the connection to the shards.
+        opened: the contents of each shard when it was first opened.
 
     Raises:
-        BankError: when a shard cannot be opened, or made.
+        BankError: if a shard cannot be opened or made.
     """
 
     def __init__(self, settings: ShardSettings, start: StartShards, *, create: bool) -> None:
         self.folder = settings.folder
         self.numbers = range(settings.manifest.shards)
-        self._look = threading.RLock()  # held for an instant, never while a shard is asked
-        self._lost: dict[int, LostShard] = {}  # shards that restart
+        self._look = threading.RLock()  # held briefly, never while a shard is asked
+        self._lost: dict[int, LostShard] = {}  # shards that are restarting
         self._is_closed = False
         self.transport: Shards = start(settings)
         try:
@@ -255,8 +258,8 @@ class WatchedShards:
         """Makes a call to each of some shards, to all at the same time.
 
         Returns:
-            What each has returned, or the error that it raised; a `ShardLostError` for one that is lost, which then
-            restarts.
+            For each shard the return value, or the error that it raised; a `ShardLostError` for a lost shard, which
+            then restarts.
 
         Raises:
             BankError: after `close`.
@@ -273,7 +276,7 @@ class WatchedShards:
         return {number: answers[number] if number in answers else self.error_of(number) for number in requests}
 
     def done(self, requests: Mapping[int, Request]) -> dict[int, Any]:
-        """As `ask`; raises the first error, before any shard is asked if one of them is known to be lost."""
+        """As `ask`, but raises the first error; if a shard is known to be lost, before any shard is asked."""
         for number in sorted(self.lost & requests.keys()):
             raise self.error_of(number)
         outcomes = self.ask(requests)
@@ -287,7 +290,7 @@ class WatchedShards:
         lost = self._lost.get(number)
         place = f"shard {number} of {len(self.numbers)} ({shard_folder(self.folder, number)})"
         if lost is not None and lost.cannot_restart:
-            return ShardLostError(f"{place} was lost and cannot restart: {lost.reason}; mend that and try again")
+            return ShardLostError(f"{place} was lost and cannot restart: {lost.reason}; repair that and try again")
         reason = "" if lost is None else f": {lost.reason}"
         return ShardLostError(f"{place} was lost{reason}; it restarts from its folder: try again in a moment")
 
@@ -296,11 +299,11 @@ class WatchedShards:
         self.transport.start(number)
 
     def take_restarted(self, take: Callable[[int, ShardContents], object], *, wait: bool) -> None:
-        """Goes on with the shards that have restarted since.
+        """Continues with the shards that have restarted.
 
         Args:
-            take: is called once for each with what it holds on disk, before anybody can ask it.
-            wait: True to wait for those that are about to restart.
+            take: called once for each with its contents on disk, before any other call can reach it.
+            wait: True to wait for shards that are still restarting.
         """
         with self._look:
             lost = dict(self._lost)

@@ -1,7 +1,7 @@
-"""What runs in the processes of a cluster: looking for documents in files, and amortizing them.
+"""The work of a cluster's processes: finding documents in files, and amortizing them.
 
-Both are steps of Ray Data. Their rows are messages, one JSON text each. What a step finds wrong is a message like any
-other, so that it arrives as the error that it is, and Ray neither repeats nor reports it.
+Both are steps of Ray Data. Their rows are messages, one JSON text each. An error is a message like any other, so that
+the driver raises it with its own class, and Ray neither retries nor reports it.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-# CPUs of an actor, and so its threads: the bits of memory tokens can depend on the number of threads.
+# Number of CPUs of an actor, and so of its threads: the bits of memory tokens can depend on the number of threads.
 CPUS = 1
-_AT_A_TIME = 512  # documents of a message
-_ATTEMPTS = 4  # of a group
+_AT_A_TIME = 512  # number of documents of a message
+_ATTEMPTS = 4  # number of attempts at a group
 
 Batch: TypeAlias = dict[str, Any]  # a batch of Ray Data, of one message
 
@@ -47,7 +47,7 @@ def from_row(row: Mapping[str, Any]) -> Any:
     """The message of a row.
 
     Raises:
-        MACError: when it says one.
+        MACError: if the message is an error.
     """
     message = json.loads(str(row["message"]))
     if "error" in message:
@@ -66,26 +66,26 @@ def _message(batch: Batch) -> Any:
 
 
 def _error(error: Exception) -> Batch:
-    """An error as a batch; one that is none of ours is logged where it happens."""
+    """An error as a batch; an error that is no `MACError` is also logged in this process."""
     if not isinstance(error, MACError):
         _log.exception("a worker failed")
         error = WorkerError(
-            f"a worker on {platform.node()} failed: {type(error).__name__}: {error}; what was finished is kept, so "
-            "call the command again when the reason is gone"
+            f"a worker on {platform.node()} failed: {type(error).__name__}: {error}; finished work is kept, so remove "
+            "the cause and run the command again"
         )
     return _batch({"error": [type(error).__name__, str(error)]})
 
 
 @dataclass(frozen=True)
 class Job:
-    """What all workers of a call know.
+    """The settings of a call that all its workers share.
 
     Attributes:
-        folder: current folder of the command, from which paths are seen.
+        folder: current folder of the command; relative paths start there.
         files: paths of all files.
         model: name or path of the model.
         fingerprint: fingerprint of the model.
-        on_long: what to do with a document beyond the model's limit.
+        on_long: for a document beyond the model's limit: split it into chunks, or raise an error.
     """
 
     folder: Path
@@ -95,32 +95,32 @@ class Job:
     on_long: Literal["chunk", "error"]
 
     def key(self, group: Group) -> str:
-        """Key of the block of a group."""
+        """The key of a group's block."""
         return group.key(__version__, self.fingerprint, self.on_long)
 
     @contextmanager
     def at_home(self) -> Iterator[None]:
-        """Within it, a path means what it means where the command was called."""
+        """A context in which relative paths mean the same as where the command was called."""
         with ExitStack() as stack:
             try:
                 stack.enter_context(chdir(self.folder))
             except OSError as error:
                 raise ConfigError(
-                    f"a worker on {platform.node()} cannot enter {self.folder}: {error.strerror}; call the command "
-                    "in a folder that all machines of the cluster see under the same path"
+                    f"a worker on {platform.node()} cannot enter {self.folder}: {error.strerror}; run the command in a "
+                    "folder that all machines of the cluster see under the same path"
                 ) from None
             yield
 
 
 def find_documents(batch: Batch, job: Job) -> Iterator[Batch]:
-    """Looks for the documents of a file, and at each of them.
+    """Finds and checks the documents of a file.
 
     Args:
-        batch: `{"file": ...}`, the number of the file.
-        job: the call.
+        batch: `{"file": ...}`, the index of the file.
+        job: the settings of the call.
 
     Yields:
-        `{"found": [...]}`, fields of `Found` of a few hundred documents; or an error, which is the last message.
+        `{"found": [...]}`, fields of `Found` of a few hundred documents; or an error, as the last message.
     """
     number = _message(batch)["file"]
     try:
@@ -143,10 +143,10 @@ def _found(number: int, path: Path) -> Iterator[Found]:
 
 
 class Amortizer:
-    """Amortizes groups of documents: one of these in each process of the pool, with a model of its own.
+    """Amortizes groups of documents. Each process of the pool has one, with its own copy of the model.
 
     Args:
-        job: the call.
+        job: the settings of the call.
         staging: folder of the blocks.
     """
 
@@ -158,7 +158,7 @@ class Amortizer:
         """Writes the block of a group.
 
         Args:
-            batch: `{"number": ..., "group": [...]}`, the number of the group and its fields.
+            batch: `{"number": ..., "group": [...]}`, the index of the group and its fields.
 
         Returns:
             `{"number": ..., "block": ...}`, the name of the block; or an error.
@@ -185,7 +185,7 @@ class Amortizer:
         return write_block(self._staging, key, Block(phi, rows))
 
     def _begin(self, key: str, documents: Sequence[Document]) -> None:
-        """Counts that the group is begun, because Ray would begin a group without end whose processes die."""
+        """Counts the attempts at the group, because Ray would retry a group whose processes die without end."""
         from mac_rag.distributed.staging import attempt_name
 
         for attempt in range(_ATTEMPTS):
@@ -196,7 +196,7 @@ class Amortizer:
                 continue
         raise WorkerError(
             f"{_ATTEMPTS} workers have died over the {len(documents)} documents from {shown_id(documents[0].id)} on; "
-            "if they have run out of memory, take fewer actors (--actors); what was finished is kept"
+            "if they ran out of memory, take fewer actors (--actors); finished work is kept"
         )
 
     @cached_property
@@ -210,7 +210,7 @@ class Amortizer:
         model = MACModel.from_pretrained(self._job.model)
         if model.fingerprint != self._job.fingerprint:
             raise FingerprintError(
-                f"{self._job.model} is another model on {platform.node()} than where the command was called; give "
-                "all machines of the cluster the same one"
+                f"{self._job.model} is another model on {platform.node()} than where the command was called; install "
+                "the same model on all machines of the cluster"
             )
         return Adapter(model, None)

@@ -1,7 +1,7 @@
-"""What general code must know of an LM's architecture; an architecture of our own registers itself here.
+"""Traits of LM architectures that general code depends on. Our own architectures register theirs here.
 
-The LM of a checkpoint is any transformers model. Where architectures differ, code asks for these traits by the model's
-type, and never which model it is.
+The LM of a checkpoint can be any transformers model. Where architectures differ, code looks up these traits by the
+model's type; it never asks which model it is.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ class Architecture:
     Attributes:
         linear_head: True if the logits are one linear layer on the last states. Then only the logits of answer tokens
             are computed.
-        takes_segments: True if `forward` takes `segment_ids` and `hidden`, which say what parts of a prompt see each
+        takes_segments: True if `forward` takes `segment_ids` and `hidden`, which say which parts of a prompt see each
             other both ways; see `mac_rag.lm.prefix_lm`.
-        kv_heads: number of heads in a layer's key-value cache, from the LM's configuration.
+        kv_heads: function from the LM's configuration to the number of heads in a layer's key-value cache.
     """
 
     linear_head: bool = False
@@ -40,11 +40,11 @@ class Architecture:
     kv_heads: Callable[[Any], int] = _kv_heads
 
     def segment_arguments(self, segment_ids: Tensor, hidden: Tensor | None = None) -> dict[str, Tensor]:
-        """Arguments of `forward` for the segments of prompts; none for an architecture without segments.
+        """Arguments of `forward` for the segments of prompts; empty for an architecture without segments.
 
         Args:
             segment_ids: `[B, L]`.
-            hidden: `[B, L]`; None where nothing is hidden.
+            hidden: `[B, L]`; None if no token is hidden.
         """
         if not self.takes_segments:
             return {}
@@ -73,35 +73,35 @@ _ARCHITECTURES["falcon"] = Architecture(kv_heads=_falcon_kv_heads)
 
 
 def check_modulation(config: Any, kind: str) -> None:
-    """Refuses an LM that cannot carry a modulation; it needs the LM's configuration only, no weights.
+    """Refuses an LM that cannot carry a modulation. Reads the LM's configuration only, no weights.
 
     Args:
         config: the LM's transformers configuration.
         kind: `prefix`, `lora`, `film` or `prompt`.
 
     Raises:
-        ModelLoadError: for such an LM; it names the reason and the modulation that works.
+        ModelLoadError: for such an LM; the message names the reason and the modulation that works.
     """
     name = config.model_type
     if config.get_text_config() is not config:
         raise ModelLoadError(f"{name} is more than a text model; give the folder of its text model alone")
     lm_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
     if lm_class is None:
-        return  # loading says that it is no causal LM
+        return  # loading reports that it is no causal LM
     if "past_key_values" not in inspect.signature(lm_class.forward).parameters:
         raise ModelLoadError(
-            f"{name} keeps its state in a cache of its own and has no keys and values (a state-space or recurrent LM); "
-            "no modulation works with it, give an LM with attention"
+            f"{name} keeps its state in a cache of its own and has no keys and values (a state-space or recurrent LM), "
+            "so no modulation works with it; give an LM with attention"
         )
     if getattr(config, "max_position_embeddings", None) is None:
         raise ModelLoadError(
-            f"{name} does not say how many positions it has (max_position_embeddings), so no prompt could be fitted "
-            "to it; give an LM whose configuration does"
+            f"the configuration of {name} does not say how many positions it has (max_position_embeddings), so no "
+            "prompt can be fitted to it; give an LM whose configuration does"
         )
     if kind == "prompt" and not _of_type(name).takes_segments:
         raise ModelLoadError(
-            f"{name} cannot read a memory as a part of its prompt: its attention takes no segments, so what stands in "
-            "front would not see the question; set modulation.kind to prefix"
+            f"{name} cannot read a memory as a part of its prompt: its attention takes no segments, so the memory "
+            "tokens before the question would not see it; set modulation.kind to prefix"
         )
     reason = _against_prefix(config, lm_class) if kind == "prefix" else None
     if reason is not None:
@@ -109,7 +109,7 @@ def check_modulation(config: Any, kind: str) -> None:
 
 
 def _against_prefix(config: Any, lm_class: Any) -> str | None:
-    """Why an LM has no room for a prefix of keys and values in every layer; None if it has."""
+    """Why an LM cannot take a prefix of keys and values in every layer; None if it can."""
     if lm_class._is_stateful or any(DynamicCache(config=config).is_linear):
         return "some of its layers are state-space layers or convolutions, which no keys and values reach"
     if getattr(config, "kv_lora_rank", None):
@@ -120,7 +120,7 @@ def _against_prefix(config: Any, lm_class: Any) -> str | None:
 
 
 def register(model_type: str, architecture: Architecture) -> None:
-    """Makes the traits of an architecture known by its `model_type`."""
+    """Registers the traits of an architecture under its `model_type`."""
     _ARCHITECTURES[model_type] = architecture
 
 

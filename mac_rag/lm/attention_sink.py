@@ -1,4 +1,4 @@
-"""The attention sink of an LM, what it computes of the tokens with which its texts begin, and how it turns keys."""
+"""An LM's attention sink, the keys and values of the tokens that begin its texts; and how the LM rotates keys."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from mac_rag.nn.modulation import AttentionSink, KeyRotation
 
 
 def make_attention_sink(lm: BaseLM, slots: int, window: int | None) -> AttentionSink:
-    """The sink of an LM, for so many generated prefix positions behind it.
+    """The sink of an LM, for a number of generated prefix positions after it.
 
     Args:
         lm: the LM.
-        slots: P, generated positions.
-        window: largest number of tokens behind the prefix; None for all positions of the LM.
+        slots: P, number of generated positions.
+        window: largest number of tokens after the prefix; None for all positions of the LM.
 
     Raises:
         ModelLoadError: as `key_rotation`.
@@ -40,7 +40,7 @@ def make_attention_sink(lm: BaseLM, slots: int, window: int | None) -> Attention
 
 
 def _shapes_of_sink(lm: BaseLM, slots: int) -> AttentionSink:
-    """The sink of an LM without weights, which has shapes alone."""
+    """The sink of an LM without weights: shapes only."""
     shape = lm.shape(ModulationConfig())
     with torch.device("meta"):
         keys_values = torch.empty(shape.layers, 2, shape.kv_heads, len(first_tokens(lm)), shape.head_width)
@@ -50,7 +50,7 @@ def _shapes_of_sink(lm: BaseLM, slots: int) -> AttentionSink:
 
 
 def sink_keys_values(lm: BaseLM) -> Tensor:
-    """What the LM computes of its first tokens in evaluation mode, `[layers, 2, kv_heads, S, head_width]` in fp32."""
+    """Keys and values of the LM's first tokens in evaluation mode, `[layers, 2, kv_heads, S, head_width]` in fp32."""
     training = lm.model.training
     lm.model.eval()
     keys_values = lm.keys_values(first_tokens(lm)).float()
@@ -61,8 +61,8 @@ def sink_keys_values(lm: BaseLM) -> Tensor:
 def first_tokens(lm: BaseLM) -> Sequence[int]:
     """Ids of the S tokens with which the LM's texts begin.
 
-    They are those that its tokenizer puts in front of a text. Where there are none, it is the token of the text's
-    beginning or else of its end, which has stood between texts in pretraining.
+    These are the tokens that its tokenizer puts before a text. If it puts none, the beginning-of-text token, or else
+    the end-of-text token, which separated texts in pretraining.
     """
     tokenizer = lm.prompts.tokenizer
     if lm.prompts.start:
@@ -70,16 +70,16 @@ def first_tokens(lm: BaseLM) -> Sequence[int]:
     return [tokenizer.eos_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id]
 
 
-# How an LM turns its keys by their positions: read from the LM's own rotary embedding, and checked on its own keys.
+# How an LM rotates its keys by their positions: read from the LM's own rotary embedding, and checked on its own keys.
 #
-# A token that stands alone attends to itself, wherever it stands. So each layer's key of it is the same vector, turned
-# to the token's position. The LM computes such keys at some positions, and its rotary embedding is watched meanwhile.
-# Each layer then has the rotation that explains its keys; a layer that has none is an error, never a guess.
+# A token that stands alone attends to itself, at any position. So each layer's key of it is the same vector, rotated to
+# the token's position. The LM computes such keys at some positions while hooks record its rotary embedding. Each layer
+# then gets the rotation that explains its keys; a layer that none explains is an error, never a guess.
 
 
 # Cosines and sines at positions `[N]`, as the LM's rotary embedding returns them: `[N, columns]` each.
 _Table: TypeAlias = Callable[[Tensor], tuple[Tensor, Tensor]]
-# Which columns of a table belong to one pair of components each: it may hold them twice, as halves or as neighbours.
+# Selects one column for each pair of components: a table may hold each column twice, as halves or as neighbours.
 _COLUMNS: dict[str, Callable[[Tensor], Tensor]] = {
     "all": lambda table: table,
     "first half": lambda table: table[:, : table.shape[1] // 2],
@@ -89,13 +89,13 @@ _COLUMNS: dict[str, Callable[[Tensor], Tensor]] = {
 
 @dataclass(frozen=True)
 class _Form:
-    """One way to turn keys.
+    """One way to rotate keys.
 
     Attributes:
         table: index of the rotary embedding's table; None for keys that stay as they are.
         columns: key of `_COLUMNS`.
-        neighbours: True if neighbouring components are a pair; otherwise they are half of the turned width apart.
-        sign: 1 or -1, the direction of the turn.
+        neighbours: True if neighbouring components form a pair; otherwise a pair lies half of the rotated width apart.
+        sign: 1 or -1, the direction of the rotation.
     """
 
     table: int | None = None
@@ -127,11 +127,11 @@ def key_rotation(lm: Any, positions: Sequence[int], window: int) -> KeyRotation:
     Args:
         lm: a transformers causal LM.
         positions: N positions.
-        window: number of positions that the LM shall use.
+        window: number of positions that the LM will use.
 
     Raises:
-        ModelLoadError: when the keys of some layer are turned in a way that is not known, or in another way in long
-            texts; the remedy is named.
+        ModelLoadError: if the LM rotates the keys of a layer in an unknown way, or differently in long texts; the
+            message names the remedy.
     """
     probes = torch.tensor(sorted({0, window - 1, *(2**i for i in range(window.bit_length()) if 2**i < window)}))
     keys, tables = _probe(lm, probes)
@@ -142,9 +142,9 @@ def key_rotation(lm: Any, positions: Sequence[int], window: int) -> KeyRotation:
             forms = [_Form()] * len(keys)  # learned positions
         else:
             raise ModelLoadError(
-                f"{lm.config.model_type} turns the keys of layer {forms.index(None)} by their positions in a way that "
-                "is not known, so they cannot be generated before rotation; set modulation.attention_sink to false, or "
-                "modulation.kind to lora or film"
+                f"{lm.config.model_type} rotates the keys of layer {forms.index(None)} in an unknown way, so keys "
+                "before rotation cannot be generated; set modulation.attention_sink to false, or modulation.kind to "
+                "lora or film"
             )
     places = torch.tensor(list(positions))
     for index in {form.table for form in forms if form is not None and form.table is not None}:
@@ -156,16 +156,16 @@ def key_rotation(lm: Any, positions: Sequence[int], window: int) -> KeyRotation:
 
 
 def _tolerance(lm: Any) -> float:
-    """Largest relative error of a right rotation, beside which a wrong one is of the order of one."""
+    """Largest relative error of a right rotation. That of a wrong one is of the order of 1."""
     return math.sqrt(torch.finfo(lm.get_input_embeddings().weight.dtype).eps)
 
 
 def _probe(lm: Any, positions: Tensor) -> tuple[Tensor, list[_Table]]:
-    """One token alone at each position: its keys `[layers, heads, N, head_width]`, and the tables that they came by."""
+    """One token alone at each position: its keys `[layers, heads, N, head_width]`, and the tables that rotated them."""
     places = positions[:, None].to(lm.device)
     cache = DynamicCache()
     with _watched(lm, places) as tables:
-        # Any token will do, but for padding, whose embedding may be zero.
+        # Any token will do except padding, whose embedding may be zero.
         lm(
             input_ids=torch.full_like(places, _some_token(lm.config)),
             position_ids=places,
@@ -183,7 +183,7 @@ def _some_token(config: Any) -> int:
 
 @contextmanager
 def _watched(lm: nn.Module, places: Tensor) -> Iterator[list[_Table]]:
-    """A list of the tables that the LM's rotary embeddings return for positions `[N, 1]` while the context lasts."""
+    """Records the tables that the LM's rotary embeddings return for positions `[N, 1]` within the context."""
     tables: list[_Table] = []
 
     def hook(module: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any], output: Any) -> None:
@@ -205,12 +205,12 @@ def _watched(lm: nn.Module, places: Tensor) -> Iterator[list[_Table]]:
 def _called_at(
     positions: Tensor, places: Tensor, module: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]
 ) -> tuple[Tensor, Tensor]:
-    """Calls a rotary embedding as the LM has called it, but in fp32 and with positions `[N]` instead of `places`."""
+    """Calls a rotary embedding as the LM called it, but in fp32 and with positions `[N]` instead of `places`."""
 
     def changed(value: Any) -> Any:
         if not isinstance(value, Tensor):
             return value
-        if value.is_floating_point():  # the hidden states, asked for their dtype and device
+        if value.is_floating_point():  # the hidden states; the module reads their dtype and device only
             return value[:1].float().expand(len(positions), *value.shape[1:])
         return positions[:, None].to(value.device) if value.shape == places.shape else value
 
@@ -246,7 +246,7 @@ def _form(keys: Tensor, tables: Sequence[tuple[Tensor, Tensor]], tolerance: floa
 
 
 def _error(keys: Tensor, parts: tuple[Tensor, Tensor, Tensor]) -> float:
-    """How far keys `[heads, N, head_width]` are from the key at the first position, turned to the others; relative."""
+    """Relative error of keys `[heads, N, head_width]` against the first position's key rotated to all positions."""
     cos, sin, partner = (part[None] for part in parts)
     before = KeyRotation(cos[:, :1], sin[:, :1], partner).inverse(keys[None, :, :1])
     turned = KeyRotation(cos, sin, partner)(before.expand(-1, -1, keys.shape[1], -1))
@@ -254,14 +254,14 @@ def _error(keys: Tensor, parts: tuple[Tensor, Tensor, Tensor]) -> float:
 
 
 def _lengths_differ(keys: Tensor) -> bool:
-    """True if the keys `[layers, heads, N, head_width]` of some head differ in length: no rotation does that."""
+    """True if the keys `[layers, heads, N, head_width]` of any head differ in length, which no rotation causes."""
     lengths = keys.float().norm(dim=-1)
     spread = lengths.amax(-1) - lengths.amin(-1)
     return bool((spread > torch.finfo(keys.dtype).eps ** 0.75 * lengths.mean(-1)).any())
 
 
 def _check_long_texts(lm: Any, table: _Table, position: int, window: int) -> None:
-    """Refuses a rotary embedding that turns a position differently as soon as a text is long."""
+    """Refuses a rotary embedding that rotates the same position differently in long texts."""
 
     def turn(length: int) -> tuple[Tensor, ...]:
         return tuple(part[0] for part in table(torch.tensor([position, length - 1])))
@@ -276,6 +276,6 @@ def _check_long_texts(lm: Any, table: _Table, position: int, window: int) -> Non
         middle = (good + bad) // 2
         good, bad = (middle, bad) if alike(middle) else (good, middle)
     raise ModelLoadError(
-        f"{lm.config.model_type} turns keys differently in texts of more than {good} tokens, and a prefix is made "
+        f"{lm.config.model_type} rotates keys differently in texts of more than {good} tokens, but a prefix is made "
         f"before the length of the text is known; set context_window so that prefix and prompt have at most {good}"
     )

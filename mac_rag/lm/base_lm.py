@@ -36,10 +36,10 @@ from mac_rag.lm.prompt import positions_of, slot_segments
 from mac_rag.nn.cpu_linear import use_onednn
 from mac_rag.nn.modulation import LMShape, Modulation, attached, linear_names
 
-# Last names of the linear layers that make queries and values, which LoRA changes: in Llama, Mistral and
-# Qwen; in BERT; and in GPT-2, GPT-NeoX and Phi-3, where one layer makes them all.
+# Last names of the linear layers that compute queries and values, which LoRA changes: in Llama, Mistral and Qwen; in
+# BERT; and in GPT-2, GPT-NeoX and Phi-3, where one layer computes queries, keys and values.
 LORA_TARGETS = ("q_proj", "v_proj", "query", "value", "c_attn", "query_key_value", "qkv_proj")
-# Answers that have ended leave their batch when no more than this share of it goes on.
+# Ended answers leave their batch once at most this share of its rows continues.
 _MOST_KEPT = 0.75
 
 
@@ -88,7 +88,7 @@ class BaseLM(nn.Module):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Dtype of the hidden states, keys and values; that of the embeddings, since quantised weights keep it."""
+        """Dtype of the hidden states, keys and values: that of the embeddings, which quantisation keeps."""
         dtype: torch.dtype = self.model.get_input_embeddings().weight.dtype
         return dtype
 
@@ -100,7 +100,7 @@ class BaseLM(nn.Module):
 
     @property
     def context_window(self) -> int:
-        """Positions that prompt, prefix and answer share."""
+        """Number of positions for prefix, prompt and answer together."""
         window: int = self.model.config.max_position_embeddings
         return window
 
@@ -108,7 +108,7 @@ class BaseLM(nn.Module):
         """The sizes of this LM that a modulation network needs.
 
         Raises:
-            ModelLoadError: for LoRA, when no module has one of the names of `LORA_TARGETS`.
+            ModelLoadError: for LoRA, if no module has one of the names of `LORA_TARGETS`.
         """
         lm = self.model.config
         linears = linear_names(self.model, LORA_TARGETS)
@@ -135,11 +135,11 @@ class BaseLM(nn.Module):
 
     @torch.no_grad()
     def keys_values(self, ids: Sequence[int], modulation: Modulation | None = None) -> Tensor:
-        """The keys and values that the LM computes of a text, `[layers, 2, kv_heads, L, head_width]`, in its dtype.
+        """The LM's keys and values of a text, `[layers, 2, kv_heads, L, head_width]`, in its dtype.
 
         Args:
             ids: L token ids.
-            modulation: modulation of one row, whose prefix stands in front of the text; None for none.
+            modulation: modulation of one row; its prefix comes before the text. None for the LM alone.
         """
         rows, mask, positions, _ = self._padded([ids], modulation)
         # Without a configuration a cache keeps all positions, also in layers with a sliding window.
@@ -163,9 +163,9 @@ class BaseLM(nn.Module):
         Args:
             prompts, answers: token ids of B rows.
             modulation: modulation of B rows; None for the LM alone.
-            segment_ids: for an LM that takes segments, the segment of each prompt token, not 0 (see
-                `mac_rag.lm.prefix_lm.prefix_mask`); None for those of the prompt format.
-            hidden: for such an LM, True for prompt tokens that only their own segment sees; None for none.
+            segment_ids: for an LM that takes segments, the segment of each prompt token, never 0 (see
+                `mac_rag.lm.prefix_lm.prefix_mask`); None for the segments of the prompt format.
+            hidden: for such an LM, True for prompt tokens that only their own segment sees; None if there are none.
         """
         losses = torch.cat(self.token_losses(prompts, answers, modulation, segment_ids=segment_ids, hidden=hidden))
         rows = torch.tensor([row for row, answer in enumerate(answers) for _ in answer], device=losses.device)
@@ -180,7 +180,7 @@ class BaseLM(nn.Module):
         segment_ids: Sequence[Sequence[int]] | None = None,
         hidden: Sequence[Sequence[bool]] | None = None,
     ) -> tuple[Tensor, ...]:
-        """Negative log-likelihood of each token of the answers, one tensor for each; arguments as `answer_loss`'s."""
+        """Negative log-likelihood of each answer's tokens, one tensor per answer; arguments as for `answer_loss`."""
         logits = self.answer_logits(prompts, answers, modulation, segment_ids=segment_ids, hidden=hidden).float()
         targets = torch.tensor([token for answer in answers for token in answer], device=self.device)
         losses = functional.cross_entropy(logits, targets, reduction="none")
@@ -198,9 +198,7 @@ class BaseLM(nn.Module):
     ) -> Tensor:
         """The logits that predict each token of the answers, row after row: `[N, vocabulary]`.
 
-        Args:
-            prompts, answers, modulation, segment_ids, hidden: as `answer_loss` takes them; N is the number of tokens of
-                all answers.
+        N is the number of tokens of all answers. Arguments as for `answer_loss`.
         """
         longest = max(map(len, answers))
         ids, mask, positions, segments = self._padded(prompts, modulation, answers, segment_ids)
@@ -241,12 +239,12 @@ class BaseLM(nn.Module):
         Args:
             prompts: token ids of B rows.
             modulation: modulation of B rows; None for the LM alone.
-            max_new_tokens: longest answer, in tokens.
-            num_beams: beams of beam search, which takes no sampling; 1 for none.
+            max_new_tokens: largest number of tokens of an answer.
+            num_beams: number of beams of beam search, which allows no sampling; 1 for no beam search.
             weights: memory weight of each row for max-rule ensemble decoding (see `MaxRuleEnsemble`); None decodes with
                 the modulation only.
-            sampling: how tokens are chosen, and what ends an answer early.
-            sources: what the answer of each row may copy (see `ExtractiveDecoding`); None for free answers.
+            sampling: how tokens are chosen, and which strings end an answer early.
+            sources: for each row the texts that its answer may copy (see `ExtractiveDecoding`); None for free answers.
 
         Raises:
             ConfigError: for beams and sampling together.
@@ -256,7 +254,7 @@ class BaseLM(nn.Module):
             steps = self._decode(prompts, modulation, weights, sampling, sources)
             return self._answers(steps, count, max_new_tokens, sampling)
         if sampling != GREEDY:
-            raise ConfigError(f"num_beams is {num_beams}, but beams take no sampling or stop; set it to 1: {sampling}")
+            raise ConfigError(f"num_beams is {num_beams}, but beam search takes no {sampling}; set num_beams to 1")
         prompts, modulation, ensemble = _with_and_without(prompts, modulation, weights)
         ids, mask, positions, segment_ids = self._padded(prompts, modulation)
         extractive = self._extractive(sources, ids.shape[1], modulation, ensemble)
@@ -290,12 +288,12 @@ class BaseLM(nn.Module):
         Args:
             prompts: token ids of B rows.
             modulation: modulation of B rows.
-            max_new_tokens: longest answer, in tokens.
+            max_new_tokens: largest number of tokens of an answer.
             weights: memory weights, from 0 (the LM alone) to 1 (see `MaxRuleEnsemble`).
-            sources: as `generate` takes them.
+            sources: as for `generate`.
 
         Returns:
-            For each weight B answers, those that `generate` gives at this weight.
+            For each weight B answers, equal to those of `generate` at this weight.
         """
         rows = len(prompts) * len(weights)
         steps = self._decode(prompts, modulation, list(weights) * len(prompts), sources=sources, copies=len(weights))
@@ -309,7 +307,7 @@ class BaseLM(nn.Module):
         max_new_tokens: int,
         sampling: Sampling = GREEDY,
     ) -> list[str]:
-        """Answers from the steps of `_decode`, of which the first `rows` rows count."""
+        """Answers from the steps of `_decode`; only the first `rows` rows of each step count."""
         ended = torch.zeros(rows, dtype=torch.bool, device=self.device)
         live = torch.arange(rows, device=self.device)  # rows that the steps still decode
         kept: Tensor | None = None
@@ -324,7 +322,7 @@ class BaseLM(nn.Module):
                 ended |= torch.tensor([sampling.until_stop(text)[1] for text in texts], device=self.device)
             kept = (~ended[live]).nonzero()[:, 0]
             if len(kept) > _MOST_KEPT * len(live):
-                kept = None  # to leave few rows out costs more than to go on with them
+                kept = None  # dropping few rows costs more than continuing with them
             else:
                 live = live[kept]
         texts = self._decoded(torch.stack(generated, 1))
@@ -335,8 +333,8 @@ class BaseLM(nn.Module):
         return torch.isin(tokens, torch.tensor(self.end_tokens, device=tokens.device))
 
     def _decoded(self, generated: Tensor) -> list[str]:
-        """Texts of generated tokens `[B, L]`, without the tokens that end an answer and without space in front."""
-        # Not every end token is special, and only special tokens are left out; the tokenizer's own is.
+        """Texts of generated tokens `[B, L]`, without the tokens that end an answer and without leading space."""
+        # The tokenizer skips special tokens only, and not every end token is special; its own is.
         kept = generated.masked_fill(self.ends(generated), self.tokenizer.eos_token_id)
         texts: list[str] = self.tokenizer.batch_decode(kept, skip_special_tokens=True)
         return [text.lstrip() for text in texts]
@@ -364,7 +362,7 @@ class BaseLM(nn.Module):
             text, stopped = sampling.until_stop(decoded)
             if stopped:
                 break
-            # A character may need several tokens, and a space at the end may prove to be the end of the answer.
+            # Hold back an incomplete character (it may need several tokens) and a trailing space (the answer may end).
             whole = sampling.settled(text).rstrip("\N{REPLACEMENT CHARACTER}").rstrip()
             if len(whole) > len(sent):
                 yield whole[len(sent) :]
@@ -382,18 +380,18 @@ class BaseLM(nn.Module):
         sources: Sequence[Sequence[SpanSource]] | None = None,
         copies: int = 1,
     ) -> Generator[Tensor, Tensor | None, None]:
-        """Unbounded decoding: yields next tokens `[B]`, or `[2B]` when decoding with and without memory.
+        """Unbounded decoding: yields the next tokens `[B]`, or `[2B]` if decoding with and without memory.
 
-        The halves of `[2B]` are equal. With copies, B counts all copies. A tensor that is sent has the numbers, below
-        B, of the rows to go on with; all others end here.
+        The halves of `[2B]` are equal. B counts all copies. To continue with a subset of the rows, send a tensor of
+        their indices, below B; all other rows end.
 
         Args:
             prompts: token ids of the rows.
             modulation: modulation of the rows; None for the LM alone.
-            weights: memory weights as `generate` takes them, one for each copy of each row.
+            weights: memory weights as for `generate`, one for each copy of each row.
             sampling: how tokens are chosen.
-            sources: what answers may copy, as `generate` takes them, of the rows without copies.
-            copies: copies of each row, one behind the other. They share the pass over the prompt.
+            sources: as for `generate`, one entry for each row, not for each copy.
+            copies: number of copies of each row, one after another. They share the pass over the prompt.
         """
         rows = len(prompts)
         choose = TokenChoice(sampling, rows * copies)
@@ -409,9 +407,9 @@ class BaseLM(nn.Module):
             cache, logits = growing(output.past_key_values), output.logits[:, -1]
             if copies > 1:
                 places = torch.arange(len(ids), device=self.device).repeat_interleave(copies)
-                cache.reorder_cache(places)  # which every kind of layer can do
+                cache.reorder_cache(places)  # every kind of cache layer supports this
                 logits, mask, positions, written = (part[places] for part in (logits, mask, positions, written))
-                modulation = modulation and modulation.behind_cache(places[: rows * copies])
+                modulation = modulation and modulation.after_cache(places[: rows * copies])
                 extractive = extractive and extractive.of(places[: rows * copies])
                 copies = 1
             for processor in (abstaining, extractive, ensemble):
@@ -421,7 +419,7 @@ class BaseLM(nn.Module):
             kept = yield tokens
             if kept is not None:
                 choose = choose.of(kept)
-                modulation = modulation and modulation.behind_cache(kept)
+                modulation = modulation and modulation.after_cache(kept)
                 extractive = extractive and extractive.of(kept)
                 if ensemble:
                     ensemble = ensemble.of(kept)
@@ -435,12 +433,12 @@ class BaseLM(nn.Module):
             segments = {}
 
     def _abstaining(self, prompt_length: int) -> AbstainByMajority | None:
-        """When the LM abstains behind padded prompts of this length; None if it has not learned to."""
+        """Decides when the LM may abstain after padded prompts of this length; None if it has not learned to."""
         return None if self.abstention is None else AbstainByMajority(self.abstention, prompt_length)
 
     @cached_property
     def abstention(self) -> list[int] | None:
-        """The tokens that tell the LM's abstention from answers; None if it has not learned to abstain."""
+        """The tokens that distinguish the LM's abstention from answers; None if it has not learned to abstain."""
         return abstention_beginning(self.prompts)
 
     def _extractive(
@@ -450,7 +448,7 @@ class BaseLM(nn.Module):
         modulation: Modulation | None,
         ensemble: MaxRuleEnsemble | None,
     ) -> ExtractiveDecoding | None:
-        """What keeps answers behind padded prompts of this length to their sources; None without sources."""
+        """Binds answers after padded prompts of this length to their sources; None without sources."""
         if sources is None:
             return None
         with_memory_only = modulation is not None and ensemble is None
@@ -475,7 +473,7 @@ class BaseLM(nn.Module):
         modulation: Modulation | None,
         segments: Mapping[str, Tensor],
     ) -> Any:
-        """One pass over tokens `[B, L]` behind a cache; the LM's output, with logits of the last token only."""
+        """One pass over tokens `[B, L]` that follow a cache; the LM's output, with logits of the last token only."""
         with attached(modulation, self.model):
             return self.model(
                 input_ids=ids,
@@ -488,7 +486,7 @@ class BaseLM(nn.Module):
             )
 
     def _cache(self, modulation: Modulation | None, repeats: int = 1) -> DynamicCache | None:
-        """The prefix of a modulation, in each layer on the device where the layer runs; None without a prefix."""
+        """The prefix of a modulation, each layer's part on the device where the layer runs; None without a prefix."""
         cache: Any = modulation.cache(self.dtype, repeats) if modulation else None
         if cache is not None:
             for entry, layer in zip(cache.layers, list_of_layers(self.model)[1], strict=True):
@@ -503,17 +501,17 @@ class BaseLM(nn.Module):
         answers: Sequence[Sequence[int]] | None = None,
         segment_ids: Sequence[Sequence[int]] | None = None,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Prompts, and answers behind them, padded on the left; and in front of all any tokens of the modulation.
+        """Prompts with their answers, padded on the left; tokens of the modulation, if any, come before the padding.
 
         Returns:
             Ids `[B, L]`, attention mask `[B, P + L]` with the prefix, positions and segments `[B, L]`; segments are 0
             for answers and padding.
         """
-        behind = answers or [()] * len(prompts)
-        rows = [[*prompt, *answer] for prompt, answer in zip(prompts, behind, strict=True)]
+        answers = answers or [()] * len(prompts)
+        rows = [[*prompt, *answer] for prompt, answer in zip(prompts, answers, strict=True)]
         ids, mask = pad_rows(rows, self.tokenizer.pad_token_id, self.device, "left")
         segment_ids = segment_ids or [self.prompts.segment_ids(prompt) for prompt in prompts]
-        segments = self._padded_prompts(segment_ids, [len(answer) for answer in behind], ids)
+        segments = self._padded_prompts(segment_ids, [len(answer) for answer in answers], ids)
         length = ids.shape[1]
         slots: list[int] = []
         if modulation:
@@ -523,7 +521,7 @@ class BaseLM(nn.Module):
         if slots or any(-1 in row for row in segment_ids):
             shown = modulation.shown_rows(len(rows)) if modulation else 0
             moved = []
-            for number, (row, answer) in enumerate(zip(segment_ids, behind, strict=True)):
+            for number, (row, answer) in enumerate(zip(segment_ids, answers, strict=True)):
                 front = slots if number < shown else []
                 moved.append(positions_of([*front, *row, *[0] * len(answer)])[len(front) :])
             cached = mask[:, :-length].sum(1, keepdim=True) if not slots else 0
@@ -536,27 +534,27 @@ class BaseLM(nn.Module):
         return ids, mask, positions, segments
 
     def _in_segments(self, positions: Tensor, segment_ids: Tensor) -> dict[str, Tensor]:
-        """What `generate` of an LM that takes segments must be told; none for others, which find it out."""
+        """Arguments of the LM's `generate` for segments and positions; empty for an LM that takes no segments."""
         segments = self.architecture.segment_arguments(segment_ids)
         return {**segments, "position_ids": positions} if segments else {}
 
-    def _padded_prompts(self, values: Sequence[Sequence[int]], behind: Sequence[int], ids: Tensor) -> Tensor:
-        """One value for each prompt token, and 0 for padding and answers: `[B, L]` as the ids.
+    def _padded_prompts(self, values: Sequence[Sequence[int]], answer_lengths: Sequence[int], ids: Tensor) -> Tensor:
+        """One value for each prompt token, and 0 for padding and answers: `[B, L]`, aligned with the ids.
 
         Args:
-            values: a value for each token of the prompts of B rows.
-            behind: tokens behind each prompt.
+            values: a value for each prompt token of B rows.
+            answer_lengths: number of tokens after each prompt.
             ids: `[B, L]`, prompts and answers padded on the left.
         """
         padded = torch.zeros(ids.shape, dtype=ids.dtype)  # filled on the CPU: a GPU takes it in one copy
-        for row, prompt, count in zip(padded, values, behind, strict=True):
+        for row, prompt, count in zip(padded, values, answer_lengths, strict=True):
             end = len(row) - count
             row[end - len(prompt) : end] = torch.tensor(prompt)
         return padded.to(ids.device)
 
 
 def _end_tokens(model: Any) -> list[int]:
-    """The end tokens of an LM's generation config, which holds none, one or several.
+    """The end tokens in an LM's generation config: none, one or several.
 
     Raises:
         ModelLoadError: for values that are no token ids.
@@ -564,47 +562,50 @@ def _end_tokens(model: Any) -> list[int]:
     stored = model.generation_config.eos_token_id
     ends = stored if isinstance(stored, list | tuple) else [] if stored is None else [stored]
     if not all(isinstance(end, int) for end in ends):
-        raise ModelLoadError(f"the LM's generation config has the end tokens {stored!r:.80}, which are no token ids")
+        raise ModelLoadError(
+            f"the LM's generation config has the end tokens {stored!r:.80}, which are no token ids; correct "
+            "eos_token_id in generation_config.json"
+        )
     size = len(model.get_input_embeddings().weight)
-    return [end for end in ends if 0 <= end < size]  # the LM writes no others
+    return [end for end in ends if 0 <= end < size]  # the LM can write no others
 
 
 def _without_gaps(_: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """Copies the states that an LM's head reads, if they have gaps, as the last token of each row of a batch has.
+    """Makes the states that an LM's head reads contiguous; the last tokens of a batch's rows are not.
 
-    The matrix product would take such rows one by one, and read the head's weights for each.
+    The matrix product would otherwise take such rows one by one, and read the head's weights for each.
     """
     return tuple(tensor.contiguous() for tensor in inputs)
 
 
 def _in_front(values: Tensor, rows: Tensor) -> Tensor:
-    """The same values `[P]` in front of each row of `[B, L]`."""
+    """The rows `[B, L]` with the same values `[P]` before each: `[B, P + L]`."""
     return torch.cat([values.expand(len(rows), -1), rows], 1)
 
 
 def _with_and_without(
     prompts: Sequence[Sequence[int]], modulation: Modulation | None, weights: Sequence[float] | None
 ) -> tuple[Sequence[Sequence[int]], Modulation | None, MaxRuleEnsemble | None]:
-    """For an ensemble: 2B rows, the second half without modulation, and what combines the halves.
+    """For an ensemble: 2B rows, the second half without modulation, and the processor that combines the halves.
 
-    Without weights, or without a modulation, rows and modulation stay as they are.
+    Without weights or without a modulation, rows and modulation stay as they are, and there is no processor.
     """
     if modulation is None or weights is None:
         return prompts, modulation, None
     return [*prompts, *prompts], modulation.beside_none(), MaxRuleEnsemble(weights)
 
 
-_LEAST_SPARE = 32  # positions; a quarter of the contents where that is more
+_LEAST_SPARE = 32  # positions; or a quarter of the contents if that is more
 
 
 class GrowingLayer(DynamicLayer):
-    """The keys and values of one layer, at the beginning of buffers with room for more.
+    """Cache of one layer's keys and values, at the beginning of buffers with room for more.
 
-    Transformers' own layer joins old and new into new tensors at every token. In a batch of short answers behind a
-    prefix, that takes a third of the time. It is not for gradients: it writes in place.
+    Transformers' own layer concatenates old and new into new tensors at every token, which takes a third of the time
+    for a batch of short answers after a prefix. Not for gradients: this layer writes in place.
 
     Args:
-        keys, values: `[B, kv_heads, L, head_width]`, the contents at the start.
+        keys, values: `[B, kv_heads, L, head_width]`, the initial contents.
     """
 
     def __init__(self, keys: Tensor, values: Tensor) -> None:
@@ -624,9 +625,9 @@ class GrowingLayer(DynamicLayer):
 
 
 def growing(cache: Any) -> Any:
-    """The cache, with layers that grow in place where it has transformers' plain ones.
+    """Replaces transformers' plain layers of a cache by layers that grow in place; returns the cache.
 
-    Layers of other kinds, as those with a sliding window or a state, stay what they are.
+    Layers of other kinds, such as those with a sliding window or a state, stay as they are.
     """
     for number, layer in enumerate(getattr(cache, "layers", ())):
         if type(layer) is DynamicLayer and layer.keys is not None and layer.values is not None:
@@ -635,16 +636,16 @@ def growing(cache: Any) -> Any:
 
 
 def _with_room(buffer: Tensor, held: Tensor, length: int) -> Tensor:
-    """A buffer that begins with `held` and has `length` positions or more; the old one, if it is one."""
+    """A buffer that begins with `held` and has at least `length` positions; `buffer` itself if it meets both."""
     if buffer.data_ptr() == held.data_ptr() and len(buffer) == len(held) and buffer.shape[-2] >= length:
         return buffer
-    # After a change of rows, or of what is kept, `held` is a tensor of its own.
+    # After rows were reordered or dropped, `held` no longer lies in the buffer.
     new = held.new_empty(*held.shape[:-2], length + max(_LEAST_SPARE, length // 4), held.shape[-1])
     new[..., : held.shape[-2], :] = held
     return new
 
 
 def _appended(buffer: Tensor, states: Tensor, length: int) -> Tensor:
-    """Writes states into a buffer so that they end at `length`; returns what the buffer then holds."""
+    """Writes states into a buffer so that they end at `length`; returns its first `length` positions."""
     buffer[..., length - states.shape[-2] : length, :] = states
     return buffer[..., :length, :]

@@ -1,4 +1,4 @@
-"""Which rows go through a network together, so that little of a batch is padding; and the padding itself."""
+"""Groups rows of similar length into batches with little padding, and pads them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _one_group: ContextVar[bool] = ContextVar("one_group", default=False)
 def one_group() -> Iterator[None]:
     """A context in which rows of all lengths share one group.
 
-    Processes that train one model in parts must call its layers equally often, whatever the lengths of their rows are.
+    Processes that train one sharded model must call its layers equally often, whatever the lengths of their rows.
     """
     before = _one_group.set(True)
     try:
@@ -62,7 +62,7 @@ def pad_rows(
 def similar_lengths(lengths: Sequence[int], ratio: float) -> list[list[int]]:
     """Groups indices so that the longest text of a group is at most `ratio` times as long as its shortest.
 
-    Every index is in exactly one group. Groups and their members ascend in length. In `one_group`, there is one group.
+    Every index is in exactly one group. Groups and their members ascend in length. Within `one_group`, there is one.
     """
     if _one_group.get():
         ratio = math.inf
@@ -77,8 +77,8 @@ def similar_lengths(lengths: Sequence[int], ratio: float) -> list[list[int]]:
 def length_buckets(lengths: Sequence[int], budget: float) -> list[list[int]]:
     """Groups indices of texts of similar length so that each padded group stays within a budget of tokens.
 
-    Every index is in exactly one group. A text longer than the budget is a group of its own. In `one_group`, there is
-    one group.
+    Every index is in exactly one group. A text longer than the budget is a group of its own. Within `one_group`, there
+    is one group.
     """
     if _one_group.get():
         budget = math.inf

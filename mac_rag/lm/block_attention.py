@@ -1,12 +1,13 @@
-"""Block attention (parallel context windows): an LM reads documents each for itself, and questions see all of them.
+"""Block attention (parallel context windows): an LM reads each document by itself, and questions see all of them.
 
-Behind a fixed opening, which is also the attention sink, a document sees the opening and itself. Every document starts
-at the same position, so none depends on which others there are, and together they are a set. A question starts behind
-the longest of its documents and sees the opening, all documents, and itself. With one document this is the LM's
-ordinary attention over the text.
+Each document follows a fixed opening, which is also the attention sink, and sees only the opening and itself. All
+documents start at the same position, so a document's keys and values do not depend on the others, nor on their order.
+A question starts after the longest of its documents and sees the opening, all documents, and itself. With one document
+this is the LM's ordinary attention over the text.
 
-`BlockAttentionLM.read` and `.answer_loss` are for training: many documents and questions packed in one sequence each,
-with gradients. `.generate` answers many questions at once, each behind documents of its own, through the LM's cache.
+`BlockAttentionLM.read` and `.answer_loss` are for training: they pack many documents, and many questions, into one
+sequence each, with gradients. `.generate` answers many questions at once, each after its own documents, through the
+LM's cache.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from mac_rag.nn.codec import KVCodec
 from mac_rag.nn.dtypes import additive
 
 _BLOCKS = "mac_rag_blocks"  # name of this attention among transformers' own
-_CLASSES = ("LlamaForCausalLM",)  # LMs whose keys are rotated in the way that the tests check
+_CLASSES = ("LlamaForCausalLM",)  # LMs whose rotation of keys the tests check
 
 
 @dataclass(frozen=True)
@@ -38,8 +39,8 @@ class DocumentsKV:
 
     Attributes:
         opening: `[layers, 2, kv_heads, P, head_width]`; its keys are rotated.
-        documents: `[layers, 2, kv_heads, L, head_width]`, one document after another; keys before rotation.
-        lengths: tokens of each document; L is their sum.
+        documents: `[layers, 2, kv_heads, L, head_width]`, one document after another; its keys are not rotated yet.
+        lengths: number of tokens of each document; L is their sum.
     """
 
     opening: Tensor
@@ -47,19 +48,19 @@ class DocumentsKV:
     lengths: tuple[int, ...]
 
     def coded(self, codec: KVCodec, bytes_per_token: int) -> DocumentsKV:
-        """The documents as they come back from so many bytes a token; the opening stays as it is."""
+        """A copy whose documents were encoded to `bytes_per_token` and decoded; the opening stays as it is."""
         return replace(self, documents=codec.coded(self.documents, bytes_per_token))
 
 
 @dataclass(frozen=True)
 class BiasedQuestion:
-    """A question behind documents of its own.
+    """A question with its own documents before it.
 
     Attributes:
         ids: its token ids, up to where the answer begins.
         opening: see `DocumentsKV`.
-        documents: what it sees beside the opening, as `BlockAttentionLM.rotated` gives it.
-        bias: for each document, what is added to the attention logits of all its tokens.
+        documents: keys and values of each document, as `BlockAttentionLM.rotated` returns them.
+        bias: for each document, the number added to the attention logits of all its tokens.
     """
 
     ids: Sequence[int]
@@ -71,15 +72,15 @@ class BiasedQuestion:
 class BlockAttentionLM:
     """An LM with block attention.
 
-    The LM's attention is replaced by one that computes as before wherever it is called without blocks.
+    Replaces the LM's attention in place. Called without blocks, the new attention computes the same as the old.
 
     Args:
-        lm: a transformers causal LM; of the class `LlamaForCausalLM`.
+        lm: a transformers causal LM of the class `LlamaForCausalLM`.
         opening: token ids of the opening.
-        longest: most tokens of a document.
+        longest: largest number of tokens of a document.
 
     Attributes:
-        shape: layers, heads of keys and values, and width of a head.
+        shape: number of layers, number of heads of keys and values, and width of a head.
 
     Raises:
         ModelLoadError: for an LM of another class, and for an empty opening.
@@ -88,7 +89,9 @@ class BlockAttentionLM:
     def __init__(self, lm: Any, opening: Sequence[int], *, longest: int) -> None:
         check_lm_class(lm)
         if not opening:
-            raise ModelLoadError("the opening is empty, but attention needs a token that every document sees")
+            raise ModelLoadError(
+                "the opening is empty, but attention needs a token that every document sees; give at least one token"
+            )
         self.lm = lm
         self.opening = list(opening)
         self.longest = longest
@@ -103,14 +106,16 @@ class BlockAttentionLM:
         )
 
     def read(self, documents: Sequence[Sequence[int]]) -> DocumentsKV:
-        """Reads documents, each behind the opening, in one packed sequence.
+        """Reads documents, each after the opening, in one packed sequence.
 
         Raises:
             DocumentError: for a document longer than `longest`.
         """
         lengths = [len(document) for document in documents]
         if max(lengths, default=0) > self.longest:
-            raise DocumentError(f"a document has {max(lengths):,} tokens, and at most {self.longest:,} were announced")
+            raise DocumentError(
+                f"a document has {max(lengths):,} tokens, but the LM was set up for at most {self.longest:,}; split it"
+            )
         start, device = len(self.opening), self.lm.device
         ids = [*self.opening, *(token for document in documents for token in document)]
         places = [*range(start), *(start + place for length in lengths for place in range(length))]
@@ -132,9 +137,9 @@ class BlockAttentionLM:
         )
 
     def rotated(self, read: DocumentsKV) -> list[Tensor]:
-        """Each document as it stands behind the opening: `[layers, 2, kv_heads, tokens, head_width]`, the LM's dtype.
+        """Each document at its position after the opening: `[layers, 2, kv_heads, tokens, head_width]`, the LM's dtype.
 
-        It is the same whatever other documents there are.
+        A document's result does not depend on the other documents.
         """
         dtype = read.opening.dtype
         parts = []
@@ -156,7 +161,7 @@ class BlockAttentionLM:
         device, start = self.lm.device, len(self.opening) + max(read.lengths, default=0)
         ids: list[int] = []
         positions: list[int] = []
-        before_answer: list[int] = []  # places whose next token is one of an answer
+        before_answer: list[int] = []  # indices of the tokens that an answer token follows
         labels: list[int] = []
         for question, answer in questions:
             first = len(ids) + len(question) - 1
@@ -180,7 +185,7 @@ class BlockAttentionLM:
 
     @torch.no_grad()
     def answer_losses(self, questions: Sequence[BiasedQuestion], answers: Sequence[Sequence[int]]) -> list[float]:
-        """Mean negative log-likelihood of each answer's tokens, each question behind its own documents."""
+        """Mean negative log-likelihood of each answer's tokens, each question after its own documents."""
         tokens = [[*question.ids, *answer[:-1]] for question, answer in zip(questions, answers, strict=True)]
         cache, mask, positions = self._prefilled(questions)
         logits = self._step(tokens, cache, mask, positions)[0]
@@ -195,7 +200,7 @@ class BlockAttentionLM:
     def generate(
         self, questions: Sequence[BiasedQuestion], *, max_new_tokens: int, end_tokens: Sequence[int]
     ) -> list[list[int]]:
-        """Greedy answers to questions, each behind its own documents, without the token that ends them."""
+        """Token ids of greedy answers, each question after its own documents; without the token that ends an answer."""
         cache, mask, positions = self._prefilled(questions)
         tokens = [list(question.ids) for question in questions]
         answers: list[list[int]] = [[] for _ in questions]
@@ -218,9 +223,9 @@ class BlockAttentionLM:
         return answers
 
     def _prefilled(self, questions: Sequence[BiasedQuestion]) -> tuple[DynamicCache, Tensor, list[int]]:
-        """A cache with all prefixes, what is added to the attention logits of their tokens, and the next positions.
+        """A cache with all prefixes, the mask added to the attention logits of their tokens, and the next positions.
 
-        The mask is `[B, S]`, where S is the length of the longest prefix; shorter ones are padded.
+        The mask is `[B, S]`, where S is the length of the longest prefix; shorter prefixes are padded.
         """
         start = len(self.opening)
         lengths = [[part.shape[3] for part in question.documents] for question in questions]
@@ -243,7 +248,7 @@ class BlockAttentionLM:
     def _step(
         self, tokens: Sequence[Sequence[int]], cache: DynamicCache, mask: Tensor, positions: Sequence[int]
     ) -> tuple[Tensor, Tensor]:
-        """Logits `[B, L, vocabulary]` of further tokens, and the mask with their columns; padding is hidden."""
+        """Logits `[B, L, vocabulary]` of the next tokens, and the mask extended by their columns; it hides padding."""
         device = self.lm.device
         ids, real = pad_rows(tokens, 0, device)
         length = ids.shape[1]
@@ -262,20 +267,20 @@ class BlockAttentionLM:
 
 
 def check_lm_class(lm: Any) -> None:
-    """Refuses an LM whose keys and values are not known to be what `BlockAttentionLM` takes them for.
+    """Refuses an LM of a class for which no test shows that `BlockAttentionLM` is right.
 
     Raises:
         ModelLoadError: names the class.
     """
     if type(lm).__name__ not in _CLASSES:
         raise ModelLoadError(
-            f"the LM is a {type(lm).__name__}, and reading through an LM's own keys and values is known to be right "
-            f"for {', '.join(_CLASSES)} alone; choose such an LM"
+            f"the LM is a {type(lm).__name__}, but reading through an LM's own keys and values is tested for "
+            f"{', '.join(_CLASSES)} only; choose such an LM"
         )
 
 
 class _DocumentBlocks:
-    """Attention of an opening and documents in one sequence. It keeps keys and values of each layer.
+    """Attention of an opening and documents in one sequence. Records the keys and values of each layer.
 
     Attributes:
         keys, values: `[1, kv_heads, P + L, head_width]` for each layer; keys are rotated.
@@ -303,12 +308,12 @@ class _DocumentBlocks:
 
 
 class _QuestionBlocks:
-    """Attention of questions in one sequence to a prefix that all see, each document with its bias, and to themselves.
+    """Attention of questions in one sequence: each sees a shared prefix, with a bias for each document, and itself.
 
     Args:
-        prefix: see `BlockAttentionLM.prefix`.
+        prefix: `[layers, 2, kv_heads, P + L, head_width]`, opening and rotated documents.
         opening: P.
-        documents, questions: tokens of each.
+        documents, questions: number of tokens of each.
         bias: `[questions, documents]`.
     """
 
@@ -333,7 +338,7 @@ class _QuestionBlocks:
 
 
 def _numbered(lengths: Sequence[int], device: torch.device) -> Tensor:
-    """For each token, which of the parts of these lengths it belongs to."""
+    """For each token the index of its part, given the lengths of the parts."""
     numbers = torch.arange(len(lengths), device=device)
     return numbers.repeat_interleave(torch.tensor(list(lengths), dtype=torch.int64, device=device))
 
@@ -343,7 +348,7 @@ def _repeated(heads: Tensor, groups: int) -> Tensor:
 
 
 def _no_mask(device: torch.device) -> Tensor:
-    """A mask of four dimensions, which transformers passes on as it is: the blocks know what sees what."""
+    """A mask of four dimensions, which transformers passes on unchanged: the blocks know which token sees which."""
     return torch.ones(1, 1, 1, 1, dtype=torch.bool, device=device)
 
 
@@ -358,7 +363,7 @@ def _attention(
     scaling: float,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """Attention as transformers calls it; without blocks, that of PyTorch."""
+    """Attention as transformers calls it; without blocks, PyTorch's."""
     if blocks is None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **options)
     if isinstance(blocks, _QuestionBlocks):

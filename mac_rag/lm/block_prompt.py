@@ -1,4 +1,4 @@
-"""The pieces of a prompt of which an LM with block attention reads each for itself: opening, document, question."""
+"""The pieces of a prompt that an LM with block attention reads separately: opening, document, question."""
 
 from __future__ import annotations
 
@@ -12,18 +12,19 @@ _DOCUMENT, _QUESTION = "{document}", "{question}"
 
 
 class BlockPrompt:
-    """Token ids of opening, document, question and answer, which joined are a prompt with one document.
+    """Token ids of opening, document, question and answer. Joined, they are a prompt with one document and its answer.
 
-    With a chat template the opening is its head, up to where the document begins in the user's turn. Other LMs get the
-    tokens that their tokenizer puts in front of a text, the turn, and `Answer:`.
+    With a chat template, the opening is the conversation up to where the document begins in the user's turn. Without
+    one, it is the tokens that the tokenizer puts before a text and the beginning of the turn; the question then ends
+    with `Answer:`.
 
     Args:
         tokenizer: the LM's tokenizer.
-        turn: what the user says, with `{document}` and behind it `{question}`.
-        system: the system message of a chat; None for what the chat template writes by itself.
+        turn: the user's turn, with `{document}` and after it `{question}`.
+        system: the system message of a chat; None for the chat template's default.
 
     Attributes:
-        opening: ids in front of every document.
+        opening: ids before every document.
         end_tokens: ids of the tokens that end an answer.
 
     Raises:
@@ -35,7 +36,7 @@ class BlockPrompt:
         before, found, rest = turn.partition(_DOCUMENT)
         between, asked, after = rest.partition(_QUESTION)
         if not found or not asked or _DOCUMENT in rest or _QUESTION in after:
-            raise ConfigError(f"the turn must hold {_DOCUMENT} and behind it {_QUESTION}, once each; it is {turn!r}")
+            raise ConfigError(f"the turn is {turn!r}; it must hold {_DOCUMENT} and after it {_QUESTION}, once each")
         self.texts = text_tokenizer(tokenizer)
         self._chat = ChatTemplate(tokenizer) if tokenizer.chat_template else None
         self.end_tokens: tuple[int, ...] = (tokenizer.eos_token_id, *([self._chat.end_token] if self._chat else ()))
@@ -48,17 +49,17 @@ class BlockPrompt:
             said = [] if system is None else [Message("system", system)]
             start, (head, tail) = [], self._chat.around(said)
         opening = head + before
-        # A space belongs to the word behind it: in most vocabularies both are one token.
+        # A space belongs to the word after it: in most vocabularies both are one token.
         self._space = opening[len(opening.rstrip(" ")) :]
         self.opening = start + self.texts.ids(opening.rstrip(" "))
         self._question = (between, after + tail)
 
     def document(self, text: str) -> list[int]:
-        """The ids of a document behind the opening."""
+        """The ids of a document after the opening."""
         return self.texts.ids(self._space + text.strip())
 
     def question(self, text: str) -> list[int]:
-        """The ids of a question behind a document, ending where the answer begins."""
+        """The ids of a question after a document, ending where the answer begins."""
         between, after = self._question
         return self.texts.ids(between + text.strip() + after)
 

@@ -1,4 +1,4 @@
-"""Prompts in the form of a conversation, written by the tokenizer's own chat template."""
+"""Prompts written as a conversation by the tokenizer's own chat template."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ class Message:
     """A message of a conversation.
 
     Attributes:
-        role: who says it.
-        text: what is said.
+        role: who wrote it.
+        text: its text.
     """
 
     role: Literal["system", "user", "assistant"]
@@ -32,12 +32,12 @@ class Message:
 class ChatTemplate:
     """A tokenizer's chat template, filled with texts that never become control tokens.
 
-    The ids are those of the tokenizer's `apply_chat_template` for texts without surrounding spaces and without control
-    tokens. The template decides about the token at the beginning, a system message of its own, and dates. Where it has
-    a switch for it (`enable_thinking`), the assistant answers without thinking first.
+    The ids equal those of the tokenizer's `apply_chat_template` for texts without surrounding spaces and without
+    control tokens. The template decides on the first token, a default system message, and dates. If the template has a
+    switch for it (`enable_thinking`), the assistant answers without thinking first.
 
-    Characters that only the LM, but not its tokenizer, takes for a control sequence (`[INST]` in some LMs) are ordinary
-    tokens and cannot be told apart from text.
+    Some LMs treat characters such as `[INST]` as a control sequence although their tokenizer does not. These are
+    ordinary tokens and cannot be told apart from text.
 
     Args:
         tokenizer: a tokenizer with a chat template.
@@ -67,18 +67,18 @@ class ChatTemplate:
         except PromptError as error:
             raise ModelLoadError(f"{error}; leave out prompt.chat") from None
         self.takes_system = self._writes_system()
-        # A conversation with slots for its texts is split to its texts and what stands between them.
+        # Split a conversation at the slots of its texts to get what the template writes between them.
         self._answer_start = self._slots.split(asked)[2]
-        _, _, before_answer, _, behind_answer = self._slots.split(answered)
+        _, _, before_answer, _, after_answer = self._slots.split(answered)
         between = self._slots.split(asked_again)[4]
-        # Some templates write more in front of an answer than at its start, a space for instance.
+        # Some templates write more before a finished answer than where an answer starts, a space for instance.
         has_start = before_answer.startswith(self._answer_start)
         self._answer_head = before_answer.removeprefix(self._answer_start) if has_start else ""
-        end = self._texts.first_control(behind_answer)
+        end = self._texts.first_control(after_answer)
         place: int
         self.end_token: int
         self.end_token, place = end or (tokenizer.eos_token_id, 0)
-        self._answer_end = behind_answer[:place] or self._texts.mark(tokenizer.eos_token)
+        self._answer_end = after_answer[:place] or self._texts.mark(tokenizer.eos_token)
         self._next_question = between.removeprefix(self._answer_end)
 
     def _writes_system(self) -> bool:
@@ -89,7 +89,7 @@ class ChatTemplate:
         return True
 
     def _frame(self, messages: Sequence[Message], *, start_answer: bool = False) -> str:
-        """The conversation as the template writes it, marked, with a slot in place of each text."""
+        """The conversation as the template writes it, with marked control tokens and a slot in place of each text."""
         slots = [f"{self._nonce}z{number}z" for number in range(len(messages))]
         roles = [message.role for message in messages]
         try:
@@ -112,7 +112,7 @@ class ChatTemplate:
         return self._texts.mark(written)
 
     def ids(self, messages: Sequence[Message]) -> list[int]:
-        """Token ids of a conversation, ending where the assistant answers.
+        """Token ids of a conversation, ending where the assistant's answer begins.
 
         Raises:
             PromptError: for roles that the template refuses or leaves out.
@@ -121,7 +121,10 @@ class ChatTemplate:
         return self._texts.ids(self._slots.sub(lambda slot: messages[int(slot[1])].text.strip(), frame))
 
     def around(self, messages: Sequence[Message]) -> tuple[str, str]:
-        """What stands before and after the text of a user's turn behind some messages, up to the answer; marked."""
+        """What the template writes before and after the text of a user's turn, up to the answer.
+
+        `messages` come before the turn. Control tokens are marked in both parts.
+        """
         said = [*messages, Message("user", "")]
         pieces = self._slots.split(self._frame(said, start_answer=True))
         texts = [message.text.strip() for message in messages]
@@ -129,16 +132,16 @@ class ChatTemplate:
         return before, pieces[-1]
 
     def answer(self, text: str) -> list[int]:
-        """Token ids of an answer behind `ids`, with the token that ends it."""
-        return self._texts.ids_behind(self._answer_start, self._answer_head + text.strip() + self._answer_end)
+        """Token ids of an answer after `ids`, with the token that ends it."""
+        return self._texts.ids_after(self._answer_start, self._answer_head + text.strip() + self._answer_end)
 
     def next_question(self, text: str) -> list[int]:
-        """Token ids of a further question behind `answer`, ending where the assistant answers."""
-        return self._texts.ids_behind(self._answer_end, self._next_question + text.strip() + self._answer_start)
+        """Token ids of a further question after `answer`, ending where the assistant's answer begins."""
+        return self._texts.ids_after(self._answer_end, self._next_question + text.strip() + self._answer_start)
 
 
 class ChatPromptEncoder(PromptEncoder):
-    """Writes prompts with the tokenizer's chat template: the documents and the question are the user's turn.
+    """Writes prompts with the tokenizer's chat template. The user's turn holds the documents and the question.
 
     Args:
         tokenizer: the base LM's tokenizer, with a chat template.
@@ -162,13 +165,13 @@ class ChatPromptEncoder(PromptEncoder):
         self.end_tokens = (self.eos, self.chat.end_token)
 
     def messages(self, question: str, contexts: Sequence[str] = ()) -> list[Message]:
-        """The conversation that asks a question behind documents."""
+        """The conversation whose user's turn holds documents and then a question."""
         system = [] if self.format.system is None else [Message("system", self.format.system)]
         turn = "".join(map(self.written_document, contexts)) + question.strip()
         return [*system, Message("user", turn)]
 
     def question(self, text: str) -> list[int]:
-        """A conversation that asks a question without documents."""
+        """Token ids of a conversation that asks a question without documents."""
         return self.chat.ids(self.messages(text))
 
     def answer(self, text: str) -> list[int]:
@@ -179,13 +182,13 @@ class ChatPromptEncoder(PromptEncoder):
         prompts += [self.chat.next_question(question) for question, _ in pairs[1:]]
         return [(prompt, self.answer(answer)) for prompt, (_, answer) in zip(prompts, pairs, strict=True)]
 
-    def behind_examples(self, examples: Sequence[Exchange], question: str) -> list[int]:
+    def after_examples(self, examples: Sequence[Exchange], question: str) -> list[int]:
         *system, last = self.messages(question)
         turns = [[Message("user", asked), Message("assistant", answer)] for asked, answer in examples]
         return self.chat.ids([*system, *(message for turn in turns for message in turn), last])
 
     def fit_to_window(self, question: str, contexts: Sequence[str] = (), room: int | None = None) -> FittedPrompt:
-        """As `PromptEncoder.fit_to_window`; all of the user's turn is tokenized as one text, as in any conversation."""
+        """As `PromptEncoder.fit_to_window`; the whole user's turn is tokenized as one text, as in any conversation."""
         ids = self.chat.ids(self.messages(question, contexts))
         if room is None or not contexts or len(ids) <= room:
             return FittedPrompt(question, tuple(ids), tuple(contexts))
@@ -196,23 +199,23 @@ class ChatPromptEncoder(PromptEncoder):
             ids = self.chat.ids(self.messages(question, texts))
             if len(ids) <= room or not texts:
                 return FittedPrompt(question, tuple(ids), tuple(texts), truncated=True)
-            left -= len(ids) - room  # side by side, texts may take more tokens than alone
+            left -= len(ids) - room  # joined texts may take more tokens than each alone
 
     def fit_conversation(
         self, messages: Sequence[Message], question: str, contexts: Sequence[str] = (), room: int | None = None
     ) -> FittedPrompt:
-        """A whole conversation; contexts that stand in its messages are cut or taken out if it does not fit.
+        """Token ids of a whole conversation. If it does not fit, cuts or removes the contexts inside its messages.
 
         Args:
-            messages: the conversation, which ends with the user's turn. Without a system message, it gets that of the
-                format. For a template that writes none, a system message becomes the beginning of the user's turn.
-                Neighbouring messages of one role are one message.
-            question: what the memory is asked.
-            contexts: texts in the messages that may be cut, the best first.
+            messages: the conversation; it must end with the user's turn. If it has no system message, the format's is
+                added. If the template takes no system message, it becomes the beginning of the user's turn.
+                Neighbouring messages of one role are joined.
+            question: the question for the memory.
+            contexts: texts within the messages that may be cut, the best first.
             room: largest number of tokens of the prompt; None for no limit.
 
         Returns:
-            The prompt, which is longer than `room` if the rest of the conversation is.
+            The prompt. It is longer than `room` if the conversation without the contexts is.
 
         Raises:
             PromptError: for a conversation that does not end with the user's turn, or that the template refuses.
@@ -241,12 +244,12 @@ class ChatPromptEncoder(PromptEncoder):
             turns.append(message)
         if not turns or turns[-1].role != "user":
             last = turns[-1].role if turns else "nobody"
-            raise PromptError(f"a conversation must end with a message of the user, but the last one is of {last}")
+            raise PromptError(f"the last message is from {last}; end the conversation with a message from the user")
         return turns
 
 
 def _with_shorter(messages: Sequence[Message], contexts: Sequence[str], texts: Sequence[str]) -> list[Message]:
-    """The messages with `texts`, of which the last ones may be missing, in place of `contexts`."""
+    """The messages with `contexts` replaced by `texts`; contexts beyond the last text are removed."""
     kept = [*texts, *[""] * (len(contexts) - len(texts))]
     shorter = []
     for message in messages:
@@ -258,7 +261,7 @@ def _with_shorter(messages: Sequence[Message], contexts: Sequence[str], texts: S
 
 
 def prompt_encoder(tokenizer: Any, prompt_format: PromptFormat) -> PromptEncoder:
-    """What writes prompts in a format.
+    """The encoder that writes prompts in a format.
 
     Raises:
         ModelLoadError: as `PromptEncoder` and `ChatPromptEncoder`.

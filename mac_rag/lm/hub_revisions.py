@@ -1,4 +1,4 @@
-"""Which commit of a repository on the Hub is used: all parts of a model come from one, and the user learns which."""
+"""The commit of a Hub repository: all parts of a model come from the same one, and a warning names it."""
 
 from __future__ import annotations
 
@@ -27,17 +27,16 @@ def split_revision(place: str) -> tuple[str, str | None]:
 
 
 def pinned(name: str, revision: str | None) -> str | None:
-    """The commit that a name on the Hub stands for, the same one until the process ends.
+    """The commit that a name on the Hub stands for; it stays the same until the process ends.
 
-    Where nobody has chosen a revision, a warning tells the commit. The files that name code, or another model, are
-    checked on the way.
+    If no revision is chosen, a warning names the commit. The files that could name code, or another model, are checked.
 
     Args:
         name: repository on the Hub, or a folder, which has no revision.
         revision: branch, tag or commit; None for the newest commit.
 
     Returns:
-        The commit; `revision` itself for a folder, or where the Hub and its cache know nothing.
+        The commit; `revision` itself for a folder, or if neither the Hub nor its cache knows the repository.
 
     Raises:
         ModelLoadError: as `mac_rag.lm.model_folders.check_files`.
@@ -61,25 +60,25 @@ def _pinned(name: str, revision: str | None) -> str | None:
 
 
 def cached_path(name: str, file: str, revision: str | None) -> Path | None:
-    """Where a file of a model lies on disk, after it was downloaded if need be.
+    """The path on disk of a model's file, which is downloaded if necessary.
 
     Args:
         name: repository on the Hub, or a folder.
         file: the file's path in it.
-        revision: of a repository.
+        revision: revision of a repository.
 
     Returns:
-        The path; None where there is no such file, or the Hub and its cache know nothing.
+        The path; None if there is no such file, or if neither the Hub nor its cache knows the repository.
     """
     try:
         path = cached_file(name, file, revision=revision)
-    except (OSError, ValueError):  # whoever loads the model says what is wrong
+    except (OSError, ValueError):  # loading the model reports the error
         return None
     return None if path is None else Path(path)
 
 
 def check_modules(name: str, revision: str | None) -> None:
-    """Checks the folders in which sentence-transformers keeps the parts of a model.
+    """Checks the folders in which sentence-transformers stores the parts of a model.
 
     Args:
         name: repository on the Hub, or a folder.
@@ -103,15 +102,15 @@ def check_modules(name: str, revision: str | None) -> None:
 
 
 def warn_unpinned(name: str, commit: str) -> None:
-    """Tells which commit is used of a repository for which no revision was chosen."""
+    """Warns which commit of a repository is used because no revision was chosen."""
     warnings.warn(
-        f"no revision was given for {name}, so commit {commit} is used, the newest that is known here; to stay with "
-        f"it, give it as the revision (in a configuration, `revision`; in the name of an encoder, {name}@{commit})",
+        f"no revision was given for {name}, so commit {commit} is used, the newest one known here; to keep it, give it "
+        f"as the revision (in a configuration, `revision`; in the name of an encoder, {name}@{commit})",
         UserWarning,
         stacklevel=3,
     )
 
 
 def is_commit(revision: str | None) -> bool:
-    """True for a revision that can never mean anything else."""
+    """True for a full commit hash, the only revision that can never move."""
     return revision is not None and _COMMIT.fullmatch(revision) is not None

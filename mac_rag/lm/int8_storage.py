@@ -1,7 +1,7 @@
 """Weights stored as 8-bit integers: matrices with one scale for each row or each column, a quarter of fp32's size.
 
-Loading turns them back into floating-point numbers, so only storage changes: what runs is an ordinary model whose
-weights were rounded once (to nearest, symmetric; the largest weight of a row, or column, becomes 127).
+Loading converts them back to floating-point numbers, so only storage changes: the model that runs is an ordinary one
+whose weights were rounded once (to nearest, symmetric; the largest weight of a row, or column, becomes 127).
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-_SCALE = "int8_scale:"  # in front of a weight's name: the name of its scales
+_SCALE = "int8_scale:"  # prefix of a weight's name that gives the name of its scales
 
 
 def to_int8(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The state with its floating-point tensors of two or more dimensions as int8, and with their scales.
 
-    The scales are `[..., 1]` or `[..., 1, columns]`, whichever loses less. Where a few columns are much larger than the
-    rest, as in BERT's positions, they would set the scale of every row.
+    The scales are `[..., 1]` or `[..., 1, columns]`, whichever loses less. If a few columns are much larger than the
+    rest, as in BERT's position embeddings, they would determine the scale of every row.
     """
     result: dict[str, Tensor] = {}
     for name, tensor in state.items():
@@ -33,14 +33,14 @@ def to_int8(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _rounded(values: Tensor, dim: int) -> tuple[Tensor, Tensor]:
-    """Integers, and their scales, one for all along `dim`."""
+    """Integers, and their scales: one for all values along `dim`."""
     scale = values.abs().amax(dim, keepdim=True) / 127
-    # Where all are zero there is no scale to divide by.
+    # If all values are zero, the scale is zero and must not divide.
     return (values / scale.clamp(min=torch.finfo(torch.float32).tiny)).round().to(torch.int8), scale
 
 
 def from_int8(stored: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The state in float32 from what `to_int8` returned; a state without int8 weights stays as it is.
+    """The state in float32 from the result of `to_int8`; a state without int8 weights stays as it is.
 
     Raises:
         ValueError: for scales that do not fit their weights.

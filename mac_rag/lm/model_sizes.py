@@ -1,4 +1,4 @@
-"""The size of a model that a configuration describes, held against its weights before memory is allocated for it."""
+"""Compares the size of the model that a configuration describes with its weights, before memory is allocated."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from mac_rag.lm.hub_revisions import cached_path
 from mac_rag.lm.model_folders import LARGEST_JSON, check_files
 from mac_rag.untrusted_files import MalformedError, open_file, parse_json, read_at, read_json
 
-# A model may have so many times the numbers that its files hold, because weights are tied or stored in 4 bits, ...
+# A model may have this many times the numbers that its files hold, because weights are tied or stored in 4 bits,
 _RATIO = 16
-# ... and so many more, for buffers that no file holds.
+# and this many more, for buffers that no file holds.
 _SPARE = 1 << 24
 _LARGEST_HEADER = 32 << 20
 
@@ -34,23 +34,23 @@ def check_size(
 ) -> None:
     """Refuses a model that is much larger than its weights, before memory is allocated for it.
 
-    Of a model on the Hub, the weights are downloaded first.
+    For a model on the Hub, this downloads the weights.
 
     Args:
         place: folder, or repository on the Hub; without safetensors in it, nothing is checked.
         architecture: the model's configuration.
-        auto_class: what makes the model of it, such as `AutoModelForCausalLM`.
-        revision: of a repository on the Hub, as `mac_rag.lm.hub_revisions.pinned` returned it.
+        auto_class: class that makes the model from the configuration, such as `AutoModelForCausalLM`.
+        revision: revision of a repository on the Hub, as `mac_rag.lm.hub_revisions.pinned` returned it.
         weights: the file of the weights; None for the files that transformers takes.
-        trust_remote_code: False; every loader takes it (`mac_rag.lm.loading.loaded`).
+        trust_remote_code: always False; `mac_rag.lm.loading.loaded` passes it to every loader.
 
     Raises:
-        ModelLoadError: for such a model, a file of weights with a header that does not fit it, or an index that names
-            a file that is not there.
+        ModelLoadError: for such a model, for a weight file whose header does not fit the file, and for an index that
+            names a missing file.
     """
     make = getattr(auto_class, "from_config", None)
     with torch.device("meta"):
-        # T5EncoderModel is no auto class, and its own code is the only one that it knows.
+        # T5EncoderModel is no auto class; it never runs code that comes with a model.
         model = make(architecture, trust_remote_code=trust_remote_code) if make else auto_class(architecture)
     files = _weight_files(place, revision, weights or getattr(model.config, "transformers_weights", None))
     if files is None:
@@ -58,41 +58,45 @@ def check_size(
     held = sum(map(stored_numbers, files))
     described = sum(tensor.numel() for tensors in (model.parameters(), model.buffers()) for tensor in tensors)
     if described > allowed_numbers(held):
-        raise ModelLoadError(f"{place} describes a model of {described:,} numbers, but holds {held:,}")
+        raise ModelLoadError(
+            f"{place} describes a model of {described:,} numbers, but holds {held:,}; download it again"
+        )
 
 
 def _weight_files(place: str, revision: str | None, name: str | None) -> list[Path] | None:
-    """The files from which transformers takes a model's weights; None if there are no safetensors."""
+    """The files from which transformers loads a model's weights; None if there are no safetensors."""
     for file in (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME) if name is None else (name,):
         path = cached_path(place, file, revision)
         if path is not None:
             return _shards(place, revision, path) if file.endswith(".json") else [path]
-    # Of a checkpoint that several processes have written, transformers takes all.
+    # If several processes wrote the checkpoint, transformers takes all of their files.
     return sorted(Path(place).glob("*.safetensors")) or None
 
 
 def _shards(place: str, revision: str | None, index: Path) -> list[Path]:
-    check_files([index])  # and so all of them lie beside it
+    check_files([index])  # also checks that all weight files lie beside it
     content = read_json(index, LARGEST_JSON, follow=True)
     names = content.get("weight_map") if isinstance(content, dict) else None
     if not isinstance(names, dict):
-        raise ModelLoadError(f"{index} names no files of weights (weight_map)")
+        raise ModelLoadError(f"{index} names no files of weights (weight_map); download it again")
     shards = []
     for name in sorted(set(names.values())):
         path = cached_path(place, name, revision)
         if path is None:
-            raise ModelLoadError(f"{index} says that weights lie in {name!r:.80}, and there is no such file")
+            raise ModelLoadError(
+                f"{index} says that weights lie in {name!r:.80}, but there is no such file; download the model again"
+            )
         shards.append(path)
     return shards
 
 
 def allowed_numbers(held: int) -> int:
-    """How many numbers a model may have whose files hold this many."""
+    """Largest number of parameters and buffer entries of a model whose files hold `held` numbers."""
     return _RATIO * held + _SPARE
 
 
 def stored_numbers(path: Path) -> int:
-    """How many numbers a safetensors file holds, by its header, which is checked against the file.
+    """Number of elements in a safetensors file according to its header, which is checked against the file's size.
 
     Raises:
         ModelLoadError: for a file that is missing or truncated, or whose header cannot be true.
@@ -105,7 +109,7 @@ def stored_numbers(path: Path) -> int:
                 raise MalformedError(f"a header of {length:,} bytes in a file of {size:,}")
             tensors = parse_json(read_at(file, 8, length))
     except MalformedError as error:
-        raise ModelLoadError(f"{path} is truncated or damaged: {error}") from None
+        raise ModelLoadError(f"{path} is truncated or damaged: {error}; get it anew") from None
     except OSError as error:
         raise ModelLoadError(f"{path} is missing, or cannot be read: {error.strerror}") from None
     try:
@@ -119,15 +123,18 @@ def stored_numbers(path: Path) -> int:
             numbers += min(math.prod(tensor["shape"]), 2 * (stop - start))
         return numbers
     except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise ModelLoadError(f"{path} is truncated or damaged: {error!r}") from None
+        raise ModelLoadError(f"{path} is truncated or damaged: {error!r}; get it anew") from None
 
 
 class AllocationLimit(TorchDispatchMode):
-    """A context in which new tensors may have so many numbers together; the next is refused before it is allocated.
+    """A context that limits the elements of all new tensors together; it refuses the next before it is allocated.
 
     Args:
-        numbers: the limit.
-        where: the file whose description is followed, for the message.
+        numbers: largest number of elements.
+        where: the file that describes the networks, for the message.
+
+    Raises:
+        ModelLoadError: within the context, for a tensor beyond the limit.
     """
 
     def __init__(self, numbers: int, where: str) -> None:
@@ -139,13 +146,14 @@ class AllocationLimit(TorchDispatchMode):
         self, operation: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         size = args[0] if args else None
-        # Only what makes tensors from nothing has a size for its first argument.
+        # Only operations that create tensors have a size as their first argument.
         if isinstance(size, list | tuple) and all(isinstance(length, int) for length in size):
             self._left -= math.prod(size)
         elif operation.overloadpacket.__name__ == "arange":
             self._left -= int(max(abs(bound) for bound in args if isinstance(bound, int | float)))
         if self._left < 0:
             raise ModelLoadError(
-                f"{self._where} describes networks of more than {self._limit:,} numbers, which its weights cannot fill"
+                f"{self._where} describes networks of more than {self._limit:,} numbers, which its weights cannot "
+                "fill; get it anew"
             )
         return operation(*args, **(kwargs or {}))

@@ -1,8 +1,8 @@
-"""A prefix LM: attention is bidirectional within the prompt, and causal in the answer behind it.
+"""A prefix LM: attention is bidirectional within the prompt, and causal in the answer after it.
 
 See Dong et al. (2019, "Unified Language Model Pre-training") and Raffel et al. (2020, section 3.2). The prompt of
-documents and question is complete before the answer begins, so bidirectional attention gives nothing away; and a small
-encoder keeps what it knows when it becomes a language model. Text without a prompt is modelled as by a causal LM.
+documents and question is complete before the answer begins, so bidirectional attention leaks no answer token; and a
+small encoder keeps its knowledge when it becomes a language model. Text without a prompt is modelled causally.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class PrefixLMConfig(BertGenerationConfig):
 class PrefixLMBody(BertGenerationEncoder):
     """The LM without its head; amortization networks start from it.
 
-    `forward` takes two arguments more than BERT's: `segment_ids` and `hidden`, both `[B, L]`; see `prefix_mask`.
+    `forward` takes two more arguments than BERT's: `segment_ids` and `hidden`, both `[B, L]`; see `prefix_mask`.
     Without `segment_ids`, attention is causal.
 
     Attributes:
@@ -65,7 +65,7 @@ class PrefixLMBody(BertGenerationEncoder):
 
 
 class PrefixLM(BertGenerationDecoder):
-    """BERT with an LM's head. Generation takes its whole input as one prompt."""
+    """BERT with an LM head. Without `segment_ids`, generation treats its whole input as one prompt."""
 
     config_class = PrefixLMConfig
 
@@ -86,7 +86,7 @@ class PrefixLM(BertGenerationDecoder):
         **options: Any,
     ) -> Any:
         """As `BertGenerationDecoder.forward`, with `segment_ids` and `hidden` of `PrefixLMBody`."""
-        # These arguments are named because generation asks the signature for them.
+        # Generation looks for these arguments in the signature.
         return super().forward(
             input_ids,
             attention_mask,
@@ -112,16 +112,16 @@ class PrefixLM(BertGenerationDecoder):
 
 
 def prefix_mask(segment_ids: Tensor, hidden: Tensor | None, attention_mask: Tensor | None, past: int) -> Tensor:
-    """Which token sees which, `[B, 1, L, P + L]`: its own segment, and what stands before it; padding sees itself only.
+    """Which token sees which, `[B, 1, L, P + L]`: its own segment, and the tokens before it; padding sees only itself.
 
     Args:
-        segment_ids: `[B, L]`: tokens of a prompt with equal numbers see each other both ways; 0 for tokens behind the
-            prompt, which see only what stands before them. A prompt may be one segment. Documents in a segment before
-            the question's do not see the question. Tokens of a segment below 0 see their own segment and the cache.
-            Those of a segment from `MEMORY` on see segment 1, too, where the question stands.
-        hidden: `[B, L]`, True for tokens that only their own segment sees; None where there are none.
-        attention_mask: `[B, P + L]`, 0 for padding; None where there is none.
-        past: P, tokens in the cache.
+        segment_ids: `[B, L]`. Tokens of the same segment see each other both ways; a prompt may be one segment.
+            0: tokens after the prompt, which see only the tokens before them. Documents in an earlier segment than the
+            question's do not see the question. Below 0: tokens see their own segment and the cache only. `MEMORY` and
+            above: tokens see their own segment, the cache, and segment 1, which holds the question.
+        hidden: `[B, L]`, True for tokens that only their own segment sees; None if there are none.
+        attention_mask: `[B, P + L]`, 0 for padding; None without padding.
+        past: P, number of tokens in the cache.
     """
     length = segment_ids.shape[1]
     places = torch.arange(length, device=segment_ids.device)
@@ -139,10 +139,10 @@ def prefix_mask(segment_ids: Tensor, hidden: Tensor | None, attention_mask: Tens
 
 
 def repeated_positions(known: Tensor, count: int) -> Tensor:
-    """Embeddings of `count` positions, of which those beyond the known ones repeat these, `[count, D]`.
+    """Embeddings of `count` positions, `[count, D]`: positions beyond the known ones repeat the known ones.
 
-    A longer text is then read, part by part, as a short one is (Beltagy et al., 2020, "Longformer"). The first
-    position, where a text starts, does not repeat.
+    Each part of a long text is then read like a short text (Beltagy et al., 2020, "Longformer"). The first position,
+    where a text starts, does not repeat.
 
     Args:
         known: `[N, D]`.

@@ -15,7 +15,7 @@ Exchange = tuple[str, str]  # a question and its answer
 
 @dataclass(frozen=True)
 class FittedPrompt:
-    """A question with documents in front of it, as token ids that fit the LM's window.
+    """A question with documents before it, as token ids that fit the LM's window.
 
     Examples:
         >>> from mac_rag import MACModel
@@ -26,12 +26,12 @@ class FittedPrompt:
         (True, 2, 'A storm has hit Wunville.')
 
     Attributes:
-        question: x, the text.
-        ids: token ids of the base LM: `d_1 + ... + d_k + x`, ending where the answer begins; in parallel
+        question: text of x.
+        ids: token ids of the base LM: `d_1 + ... + d_k + x`, ending where the answer begins; for documents in parallel
             `d_1 + x + ... + d_k + x + x`.
-        contexts: d_1 to d_k as they stand in the prompt, possibly cut.
+        contexts: texts of d_1 to d_k as the prompt holds them, possibly cut.
         truncated: True if documents were cut or left out to fit the window.
-        question_ids: token ids of the question for the input encoder; empty where no memory is involved.
+        question_ids: token ids of the question for the input encoder; empty if no memory is involved.
     """
 
     question: str
@@ -52,13 +52,13 @@ class PromptEncoder:
         prompt_format: the templates.
 
     Attributes:
-        start: ids that the tokenizer puts in front of a text: <s> for Llama, none for GPT-2.
+        start: ids that the tokenizer puts before a text: <s> for Llama, none for GPT-2.
         eos: id of the tokenizer's end-of-sequence token.
         end_tokens: ids of the tokens that end an answer.
 
     Raises:
         ModelLoadError: for a tokenizer without an end-of-sequence token, or without a fast version; for documents in
-            parallel, one that puts nothing in front of a text.
+            parallel, also for a tokenizer that puts nothing before a text.
     """
 
     def __init__(self, tokenizer: Any, prompt_format: PromptFormat | None = None) -> None:
@@ -74,8 +74,8 @@ class PromptEncoder:
         self.start: list[int] = [i for i in self.texts.ids("", special=True) if i != self.eos]
         if self.format.parallel_documents and not self.start:
             raise ModelLoadError(
-                f"the tokenizer of {tokenizer.name_or_path!r} puts no token in front of a text, so documents that are "
-                "read in parallel could not be told apart; leave out prompt.parallel_documents"
+                f"the tokenizer of {tokenizer.name_or_path!r} puts no token before a text, so documents that are read "
+                "in parallel could not be told apart; leave out prompt.parallel_documents"
             )
         self.end_tokens: tuple[int, ...] = (self.eos,)
         self._document = self.texts.mark(self.format.document)
@@ -100,13 +100,13 @@ class PromptEncoder:
         return segments_of(ids, self.start) if self.format.parallel_documents else [1] * len(ids)
 
     def positions(self, ids: Sequence[int]) -> int:
-        """How many of the LM's positions a prompt takes."""
+        """Number of the LM's positions that a prompt takes."""
         return max(positions_of(self.segment_ids(ids)), default=-1) + 1 if self.format.parallel_documents else len(ids)
 
     def places_of_documents(self, question: str, contexts: Sequence[str]) -> list[range]:
-        """Where documents stand in the ids of `prompt(question, contexts)`, each with the start in front of it.
+        """The ranges of documents in the ids of `prompt(question, contexts)`, each with the start before it.
 
-        Documents that are not read in parallel have one place together.
+        Documents that are not read in parallel share one range.
         """
         if len(contexts) < 2 or not self.format.parallel_documents:
             return [range(len(self.prompt_start(contexts)))]
@@ -125,15 +125,15 @@ class PromptEncoder:
         return ids
 
     def exchanges(self, contexts: Sequence[str], pairs: Sequence[Exchange]) -> list[tuple[list[int], list[int]]]:
-        """Questions and answers behind one set of documents: for each the ids up to the answer, and the answer's.
+        """Questions and answers after one set of documents: for each the ids up to its answer, and the answer's ids.
 
-        The first ids are `prompt(question, contexts)`. All ids joined are one sequence, from which an LM can learn.
+        The first ids are `prompt(question, contexts)`. All ids joined are one sequence for an LM to learn from.
         """
         prompts = [self.prompt(pairs[0][0], contexts), *(self.question(question) for question, _ in pairs[1:])]
         return [(prompt, self.answer(answer)) for prompt, (_, answer) in zip(prompts, pairs, strict=True)]
 
-    def behind_examples(self, examples: Sequence[Exchange], question: str) -> list[int]:
-        """A question behind other questions with their answers (few-shot prompting)."""
+    def after_examples(self, examples: Sequence[Exchange], question: str) -> list[int]:
+        """A question after other questions with their answers (few-shot prompting)."""
         ids = list(self.start)
         for asked, answer in examples:
             ids += self.question(asked) + self.answer(answer)
@@ -147,13 +147,13 @@ class PromptEncoder:
         """`d_1 + ... + d_k + x`, with contexts cut or left out if they do not fit.
 
         Retrievers put the best document first, and a whole document is worth more than a part. So the first documents
-        stay whole as long as there is room, the next one is cut between tokens, and the others are left out. The
-        question is never cut: if it does not fit by itself, the prompt is longer than `room`. In parallel, each
-        document has the same room, and each that is longer is cut.
+        stay whole while there is room, the next one is cut between tokens, and the rest are left out. The question is
+        never cut: if it does not fit by itself, the prompt is longer than `room`. Documents in parallel have equal room
+        each, and every longer one is cut.
 
         Args:
             question: x.
-            contexts: d_1 to d_k, in the order of the prompt. Each is tokenized once; one that is cut, once more.
+            contexts: d_1 to d_k, in the order of the prompt. Each is tokenized once, and once more if it is cut.
             room: largest number of positions that the prompt may take; None for no limit.
         """
         start, end = self.start, self.question(question)
@@ -174,7 +174,7 @@ class PromptEncoder:
     def _in_parallel(
         self, question: str, contexts: Sequence[str], documents: Sequence[list[int]], room: int | None
     ) -> FittedPrompt:
-        """`d_1 + x + ... + d_k + x + x`, of which each `d_i + x` begins at the first position."""
+        """`d_1 + x + ... + d_k + x + x`, where each `d_i + x` begins at the first position."""
         asked = self.question(question)
         pairs = list(zip(contexts, documents, strict=True))
         truncated = False
@@ -191,7 +191,10 @@ class PromptEncoder:
     def shortened(
         self, contexts: Sequence[str], documents: Sequence[list[int]], left: int
     ) -> list[tuple[str, list[int]]]:
-        """The texts that fit into `left` tokens, the last one possibly cut, and their ids; `documents` are all ids."""
+        """The texts that fit into `left` tokens, the last one possibly cut, with their ids.
+
+        `documents` are the ids of all `contexts`.
+        """
         fitting = []
         for text, document in zip(contexts, documents, strict=True):
             text = text.strip()
@@ -211,7 +214,7 @@ class PromptEncoder:
         ids = self.texts.ids(text)
         for length in range(min(len(ids), room), 0, -1):
             cut: str = self.tokenizer.decode(ids[:length]).rstrip("\N{REPLACEMENT CHARACTER}")
-            # The cut text may have one token more when it is tokenized again.
+            # Tokenized again, the cut text may have one token more.
             if len(self.document(cut)) <= room:
                 return cut
         return ""
@@ -219,14 +222,14 @@ class PromptEncoder:
 
 # Documents that are read in parallel: each one with the question, and none sees another.
 #
-# Several documents in a row are a longer text than a small LM has been trained on, and it mixes up what they say. Here
-# each document stands in a prompt of its own, `d_i + x`, at the positions that it would have alone. Last comes `x`,
-# which sees all of them, and the answer, as in Fusion-in-Decoder (Izacard and Grave, 2021, "Leveraging Passage
-# Retrieval with Generative Models for Open Domain Question Answering") and Parallel Context Windows (Ratner et al.,
-# 2023). So any number of documents takes the positions of the longest one.
+# Several documents in a row are a longer text than a small LM was trained on, and it mixes up their contents. Here each
+# document is in its own prompt, `d_i + x`, at the positions that it would have alone. Then come `x`, which sees all of
+# them, and the answer, as in Fusion-in-Decoder (Izacard and Grave, 2021, "Leveraging Passage Retrieval with Generative
+# Models for Open Domain Question Answering") and Parallel Context Windows (Ratner et al., 2023). So any number of
+# documents takes only the positions of the longest one.
 
 
-# The segment of a memory's first slot where its tokens stand in front of a prompt; those of the other slots follow.
+# Segment of the tokens of a memory's first slot, if they come before a prompt; the other slots have the next numbers.
 MEMORY = 1_000_000
 
 
@@ -234,23 +237,23 @@ def segments_of(ids: Sequence[int], start: Sequence[int]) -> list[int]:
     """The segment of each token of a prompt, as `mac_rag.lm.prefix_lm.prefix_mask` takes them.
 
     Args:
-        ids: token ids of a prompt; one that is read in parallel holds several prompts, one behind the other.
-        start: ids that stand in front of a prompt and nowhere else, one at least.
+        ids: token ids of a prompt; a prompt with documents in parallel consists of several prompts in a row.
+        start: the ids that begin a prompt, at least one; they occur nowhere else.
 
     Returns:
-        -1, -2 and so on for prompts that others follow, and 1 for the last one.
+        1 for the tokens of the last prompt; -1, -2 and so on for those of the prompts before it.
     """
     places = [place for place, token in enumerate(ids) if token == start[0]]
     if len(places) < 2:
         return [1] * len(ids)
     ends = [*places[1:], len(ids)]
-    lengths = [end - begin for begin, end in zip([0, *ends], ends)]  # what stands before the first start belongs to it
+    lengths = [end - begin for begin, end in zip([0, *ends], ends)]  # ids before the first start belong to its prompt
     numbers = [*range(-1, -len(lengths), -1), 1]
     return [number for number, length in zip(numbers, lengths, strict=True) for _ in range(length)]
 
 
 def positions_of(segment_ids: Sequence[int]) -> list[int]:
-    """The position of each token, given the segments: those in parallel begin at 0, the others behind the longest.
+    """The position of each token, given the segments: parallel ones begin at 0, the others after the longest.
 
     Examples:
         >>> positions_of([-1, -1, -1, -2, -2, 1, 1])
@@ -272,5 +275,5 @@ def _parallel(segment: int) -> bool:
 
 
 def slot_segments(slots: int, length: int) -> list[int]:
-    """The segments of `length` memory tokens that stand in front of a prompt, in S slots."""
+    """The segments of `length` memory tokens before a prompt, divided evenly among `slots` slots."""
     return [MEMORY + slot for slot in range(slots) for _ in range(length // slots)]

@@ -1,4 +1,4 @@
-"""Tokenizes texts so that nothing in them becomes a control token, such as `<|im_end|>`, `</s>` or `[SEP]`."""
+"""Tokenizes texts so that no part of them becomes a control token, such as `<|im_end|>`, `</s>` or `[SEP]`."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from tokenizers import Encoding, Tokenizer
 from mac_rag.data.characters import check_characters
 from mac_rag.errors import ModelLoadError
 
-Span = tuple[int, int]  # index of the first character, and of the one after the last
+Span = tuple[int, int]  # index of the first character, and of the character after the last
 
 
 class TextTokenizer:
-    """A tokenizer for texts that users or documents bring along.
+    """A tokenizer for untrusted texts, which come from users or documents.
 
     It is a copy of an LM's tokenizer in which every control token has another, secret name. So `<|im_end|>` in a text
-    is text like any other. All other texts have the ids that the LM's tokenizer gives them. A template is trusted, and
-    `mark` keeps its control tokens.
+    is text like any other. All other texts get the same ids as from the LM's tokenizer. Templates are trusted: `mark`
+    keeps their control tokens.
 
     Examples:
         >>> from mac_rag import MACModel
@@ -37,8 +37,8 @@ class TextTokenizer:
         tokenizer: the tokenizer of a transformers model.
 
     Attributes:
-        control: id of each control token by its name: the special tokens, and other added tokens that the chat template
-            writes. Added tokens that are text, such as runs of spaces, are none.
+        control: name of each control token -> its id: the special tokens, and other added tokens that the chat template
+            writes. Added tokens that are text, such as runs of spaces, are not control tokens.
 
     Raises:
         ModelLoadError: for a tokenizer without a fast version.
@@ -48,7 +48,8 @@ class TextTokenizer:
         if not tokenizer.is_fast:
             raise ModelLoadError(
                 f"the tokenizer of {tokenizer.name_or_path!r} ({type(tokenizer).__name__}) has no fast version "
-                "(tokenizer.json), which is needed to keep special tokens in texts apart from control tokens"
+                "(tokenizer.json), which is needed to tell special tokens in texts from control tokens; give an LM "
+                "that has one"
             )
         self.control = _control_tokens(tokenizer)
         nonce = token_hex(8)
@@ -95,8 +96,8 @@ class TextTokenizer:
             check_characters(text)
         return self._tokenizer.encode_batch(list(texts), add_special_tokens=special)
 
-    def ids_behind(self, beginning: str, text: str) -> list[int]:
-        """Ids of `text` where it stands behind `beginning`, which may change its first token."""
+    def ids_after(self, beginning: str, text: str) -> list[int]:
+        """Ids of `text` when it follows `beginning`, which may change its first token."""
         before, both = self.ids(beginning), self.ids(beginning + text)
         return both[len(before) :] if both[: len(before)] == before else self.ids(text)
 
@@ -105,7 +106,7 @@ class TextTokenizer:
         return self._control_in.sub(lambda match: self._marks[match[0]], template)
 
     def first_control(self, marked: str) -> tuple[int, int] | None:
-        """The first control token in a marked template: its id and the index behind it; None if there is none."""
+        """The first control token in a marked template: its id and the index after it; None if there is none."""
         match = self._mark_in.search(marked)
         return None if match is None else (self._mark_ids[match[0]], match.end())
 
@@ -114,7 +115,7 @@ _KNOWN: WeakKeyDictionary[Any, TextTokenizer] = WeakKeyDictionary()
 
 
 def text_tokenizer(tokenizer: Any) -> TextTokenizer:
-    """The `TextTokenizer` of a tokenizer, which is made once: a copy of a large vocabulary takes a second."""
+    """The `TextTokenizer` of a tokenizer, made once and reused: copying a large vocabulary takes a second."""
     if tokenizer not in _KNOWN:
         _KNOWN[tokenizer] = TextTokenizer(tokenizer)
     return _KNOWN[tokenizer]
@@ -132,7 +133,7 @@ def _control_tokens(tokenizer: Any) -> dict[str, int]:
 
 
 def _is_word(content: str) -> bool:
-    """True for what is text although a template may write it: spaces, line breaks, and words such as `user`."""
+    """True for added tokens that are text even if a template writes them: spaces, line breaks, words like `user`."""
     return content.isspace() or content.isalnum()
 
 
@@ -144,7 +145,8 @@ def _any_of(names: Mapping[str, Any]) -> re.Pattern[str]:
 def _renamed(tokenizer: Tokenizer, names: Mapping[str, str]) -> Tokenizer:
     """A copy of a tokenizer in which some tokens have new names and their old ids.
 
-    The model's own vocabulary is renamed, too: it often holds control tokens, and a unigram model finds them in texts.
+    The model's own vocabulary is renamed, too: it often holds control tokens, and a unigram model would find them in
+    texts.
     """
     description = json.loads(tokenizer.to_str())
     for token in description["added_tokens"]:

@@ -1,8 +1,8 @@
-"""A digest of everything in a model that changes an answer, for results that others shall be able to repeat.
+"""A digest of everything in a model that changes an answer, so that others can repeat a result.
 
-The fingerprint says which banks a model may read, and therefore leaves out whatever a bank does not depend on. The
-answer digest leaves out only what cannot change an answer: where the weights came from, and the versions of libraries,
-whose rounding differs no more than that of devices. Results record both beside it.
+The fingerprint says which banks a model may read, so it covers only what a bank depends on. The answer digest leaves
+out only what cannot change an answer: where the weights came from; and the versions of libraries, whose rounding
+differs no more than that of devices. Results record fingerprint and versions beside it.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from torch import Tensor
 from mac_rag.lm.devices import require_weights
 from mac_rag.model.checkpoint import Parts
 
-# Fields of `MACConfig`'s parts that say where weights and tokenizer come from; both are digested themselves.
+# Fields of `MACConfig`'s parts that say where weights and tokenizer come from; the digest covers these themselves.
 _PLACES = frozenset(("name", "revision", "gguf_file"))
-# Fields of transformers' configurations that say where a model comes from, or what wrote it.
+# Fields of transformers' configurations that say where a model comes from, or which version wrote it.
 _ORIGINS = frozenset(
     ("_name_or_path", "name_or_path", "transformers_version", "architectures", "_from_model_config", "dtype")
 )
-# State that calls of a tokenizer leave behind.
+# State of a tokenizer that its calls change.
 _CALLS = ("truncation", "padding")
 
 
@@ -36,7 +36,7 @@ def answer_digest(parts: Parts, state: Mapping[str, Any]) -> str:
         state: all of its weights and buffers, by name.
 
     Raises:
-        ConfigError: when weights of the LM are offloaded, and cannot be read.
+        ConfigError: if weights of the LM are offloaded and so cannot be read.
     """
     require_weights(parts.base_lm.model, "an answer digest")
     digest = hashlib.sha256()
@@ -50,7 +50,7 @@ def answer_digest(parts: Parts, state: Mapping[str, Any]) -> str:
 
 
 def _described(parts: Parts) -> Iterator[tuple[str, Any]]:
-    """Everything but weights, as JSON, by name."""
+    """Everything except weights, by name, as values for JSON."""
     yield "configuration", _without(parts.config.model_dump(mode="json", exclude={"languages"}), _PLACES)
     lm = parts.base_lm.model
     yield "LM", _without(lm.config.to_dict(), _ORIGINS)
@@ -78,7 +78,7 @@ def _tokenizer(tokenizer: Any) -> dict[str, Any]:
 
 
 def _without(values: Any, names: frozenset[str]) -> Any:
-    """Nested values without the fields of these names."""
+    """A copy of nested values without the fields in `names`."""
     if isinstance(values, Mapping):
         return {str(name): _without(value, names) for name, value in values.items() if name not in names}
     if isinstance(values, list | tuple):

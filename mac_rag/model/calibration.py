@@ -1,7 +1,7 @@
-"""The calibration of a model: from what is known of an answer to the probability that it is right.
+"""The calibration of a model: maps evidence about an answer to the probability that the answer is right.
 
-A logistic model over a few numbers, fitted once for each way of answering (`python -m pipelines.calibrate`). It stands
-in `calibration.json` beside the weights that it was fitted for, and holds for no others.
+A logistic model over a few numbers, fitted once for each way of answering (`python -m pipelines.calibrate`). It is
+stored in `calibration.json` beside the weights that it was fitted for, and is valid for no others.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from mac_rag.untrusted_files import MalformedError, read_json
 FILE = "calibration.json"
 FORMAT = 1
 _LARGEST = 1 << 16
-_PENALTY = 1.0  # of half of the squared weights of standardised numbers, so that they stay finite whatever the labels
+_PENALTY = 1.0  # factor of half the squared weights of standardised evidence; keeps them finite for any labels
 _STEPS = 100
 
-# What is known of an answer; see `mac_rag.asking.evidence_of`.
+# Kinds of evidence about an answer; see `mac_rag.asking.evidence_of`.
 Evidence: TypeAlias = Literal[
     "prior",
     "prior_odds",
@@ -40,14 +40,14 @@ Evidence: TypeAlias = Literal[
     "answering_odds",
 ]
 EVIDENCE: tuple[Evidence, ...] = get_args(Evidence)
-# How an answer came about: from memory alone, or from documents in front of the question, with or without memory.
+# Ways of answering: from memory alone, or from documents before the question, with or without memory.
 Mode: TypeAlias = Literal["memory", "documents"]
 
 _Number: TypeAlias = Annotated[float, Field(ge=-1e6, le=1e6, allow_inf_nan=False)]
 
 
 class Logistic(Config):
-    """A logistic model, `1 / (1 + exp(-(bias + sum of weight times number)))`.
+    """A logistic model, `1 / (1 + exp(-(bias + sum(weight * evidence))))`.
 
     Examples:
         >>> model = Logistic(weights={"prior": 2.0, "log_probability": 1.0}, bias=-1.0, questions=400, data="squad")
@@ -55,10 +55,10 @@ class Logistic(Config):
         tensor([0.5000])
 
     Attributes:
-        weights: the weight of each kind of evidence; one that is left out has none.
+        weights: the weight of each kind of evidence; a missing one counts as 0.
         bias: the bias.
         questions: number of questions that it was fitted on.
-        data: what they are from.
+        data: name of the data that they come from.
     """
 
     weights: dict[Evidence, _Number]
@@ -77,21 +77,21 @@ class Logistic(Config):
 
         Args:
             evidence: `[N, len(EVIDENCE)]`, finite.
-            right: whether each of the N answers is right.
-            data: what they are from.
+            right: for each of the N answers, True if it is right.
+            data: name of the data that they come from.
 
         Raises:
-            ConfigError: when all answers are right, or none is.
+            ConfigError: if all answers are right, or none is.
         """
         labels = torch.tensor(right, dtype=torch.float64)
         if not 0 < labels.sum() < len(labels):
             raise ConfigError(
-                f"{int(labels.sum())} of the {len(labels)} answers are right, from which no confidence can be fitted; "
-                "give questions of which the model answers some"
+                f"{int(labels.sum())} of the {len(labels)} answers are right, so no confidence can be fitted; give "
+                "questions of which the model answers only some"
             )
         numbers = evidence.double()
         mean, scale = numbers.mean(0), numbers.std(0)
-        scale = torch.where(scale > 1e-9, scale, torch.inf)  # what never varies says nothing
+        scale = torch.where(scale > 1e-9, scale, torch.inf)  # constant evidence gets weight 0
         inputs = functional.pad((numbers - mean) / scale, (0, 1), value=1.0)
         penalty = torch.full((inputs.shape[1],), _PENALTY, dtype=torch.float64)
         penalty[-1] = 0.0
@@ -129,7 +129,7 @@ class Calibration(Config):
 
     Attributes:
         fingerprint: fingerprint of the model that they were fitted for.
-        modes: one for each way of answering that was fitted.
+        modes: way of answering -> its logistic model, for those that were fitted.
     """
 
     fingerprint: str = Field(pattern="^[0-9a-f]{64}$")

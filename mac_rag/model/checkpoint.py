@@ -1,8 +1,8 @@
-"""Checkpoints of MAC models: one folder of JSON, safetensors and tokenizers, checked name by name when it is read.
+"""Checkpoints of MAC models: a folder of JSON, safetensors and tokenizers. Reading one checks all names of weights.
 
 config.json             the configuration: all sizes, the base models and their revisions
 model.safetensors       MAC's own networks
-amortization/           architecture of the amortization network's backbone; its tokenizer, if that is not the base LM's
+amortization/           architecture of the amortization network's backbone; its tokenizer, if it is not the base LM's
 input_encoder/          the same for the input encoder
 sentence_encoder/       architecture of the sentence encoder, if there is one
 rows.safetensors        codebooks for banks with rows `pq`, if they were fitted (`mac_rag.nn.product_quantizer`)
@@ -63,7 +63,7 @@ class Parts:
         base_lm: the frozen LM.
         amortization: g_amort.
         input_encoder: g_input.
-        limit: a limit on what a model of these parts may allocate, if their description comes from a file.
+        limit: limits the memory of a model of these parts, if their description comes from a file; otherwise None.
     """
 
     config: MACConfig
@@ -93,9 +93,9 @@ def write(
         parts: the parts of the model.
         weights: the weights of MAC's own networks, by name (`MACModel.mac_state`).
         folder: a new or empty folder.
-        dtype: dtype of the stored weights; None keeps each as it is.
+        dtype: dtype of the stored weights; None keeps each weight's own.
         lm_was_trained: True if the base LM was trained; then the checkpoint stores it.
-        quantizer: codebooks for banks with rows `pq`; None for none.
+        quantizer: codebooks for banks with rows `pq`; None without them.
     """
     folder.mkdir(parents=True, exist_ok=True)
     config = parts.config
@@ -121,16 +121,16 @@ def read(folder: Path, device: torch.device, device_map: DeviceMap | None = None
 
     Args:
         folder: the checkpoint.
-        device: where the LM goes.
-        device_map: in place of `device`, where its parts go; None for the device.
+        device: device of the LM.
+        device_map: where the LM's parts go, instead of `device`; None to use `device`.
 
     Raises:
-        ModelLoadError: when files are missing, or have another format or architecture.
+        ModelLoadError: if files are missing, or have another format or architecture.
     """
     config = read_config(folder)
     numbers = allowed_numbers(stored_numbers(folder / WEIGHTS))
     base_lm = BaseLM.load(config.base_lm, config.prompt, device, folder, config.modulation.kind, device_map)
-    numbers += sum(parameter.numel() for parameter in base_lm.model.parameters())  # encoders may read with them
+    numbers += sum(parameter.numel() for parameter in base_lm.model.parameters())  # encoders may share them
     limit = AllocationLimit(numbers, str(folder / CONFIG))
     sentence_encoder = None
     with limit:
@@ -146,10 +146,10 @@ def read(folder: Path, device: torch.device, device_map: DeviceMap | None = None
 
 @contextmanager
 def unexpected(folder: Path) -> Iterator[None]:
-    """Turns whatever the libraries below raise on files that they do not expect into an error that names the folder.
+    """Turns any error that libraries raise on unexpected files into one that names the folder.
 
     Raises:
-        ModelLoadError: for any error that is not one of ours.
+        ModelLoadError: for any error that is no `MACError`.
     """
     try:
         yield
@@ -158,7 +158,7 @@ def unexpected(folder: Path) -> Iterator[None]:
     except Exception as error:
         detail = str(error).strip().splitlines() or [""]
         raise ModelLoadError(
-            f"the checkpoint {folder} cannot be loaded: {type(error).__name__}: {detail[0][:500]}; get it anew"
+            f"the checkpoint {folder} cannot be loaded: {type(error).__name__}: {detail[0][:500]}; download it again"
         ) from error
 
 
@@ -187,17 +187,18 @@ def fill(parameters: Mapping[str, Tensor], path: Path) -> None:
     """Copies stored weights into parameters of exactly the same names and shapes.
 
     Args:
-        parameters: parameters by their names in checkpoints.
+        parameters: name in checkpoints -> parameter.
         path: a safetensors file.
 
     Raises:
-        ModelLoadError: when the file is truncated or damaged, or names or shapes differ; it lists the differences.
+        ModelLoadError: if the file is missing, truncated or damaged, or if names or shapes differ; the message lists
+            the differences.
     """
     try:
         with open_file(path, follow=True):
             stored = from_int8(load_file(path))
     except (OSError, ValueError, SafetensorError) as error:
-        raise ModelLoadError(f"{path} is missing, truncated or damaged: {error}") from error
+        raise ModelLoadError(f"{path} is missing, truncated or damaged: {error}; download it again") from error
     differences = [
         f"{name}: {'missing in the file' if name not in stored else 'unknown to the model'}"
         for name in sorted(parameters.keys() ^ stored.keys())
@@ -224,7 +225,7 @@ def read_quantizer(folder: Path) -> ProductQuantizer | None:
     """The codebooks of a checkpoint; None if it has none.
 
     Raises:
-        ModelLoadError: when their file is damaged, or holds something else.
+        ModelLoadError: if their file is damaged, or holds something else.
     """
     path = folder / QUANTIZER
     try:
@@ -240,7 +241,7 @@ def find(name_or_path: str | Path, revision: str | None) -> Path:
     """The folder of a checkpoint: a path, a shipped model such as `mac-small`, or one of the Hub.
 
     Raises:
-        ModelLoadError: when there is no model of that name.
+        ModelLoadError: if there is no model of that name.
     """
     path = Path(name_or_path)
     if path.is_dir():
@@ -256,8 +257,8 @@ def find(name_or_path: str | Path, revision: str | None) -> Path:
     except (OSError, ValueError) as error:
         shipped = ", ".join(FINGERPRINTS)
         raise ModelLoadError(
-            f"no MAC model {name!r}: it is no folder, not shipped with the package ({shipped}), "
-            f"and not on the Hub or the Hub cannot be reached ({type(error).__name__})"
+            f"no MAC model {name!r}: it is no folder, not shipped with the package ({shipped}), and not on the Hub, or "
+            f"the Hub cannot be reached ({type(error).__name__}); give a folder, a shipped model or a repository"
         ) from error
     if revision is None and is_commit(folder.name):
         warn_unpinned(name, folder.name)
@@ -268,7 +269,7 @@ def read_config(folder: Path) -> MACConfig:
     """The configuration of a checkpoint.
 
     Raises:
-        ModelLoadError: when the file is missing, not JSON, or of another format.
+        ModelLoadError: if the file is missing, not JSON, or of another format.
     """
     path = folder / CONFIG
     try:
@@ -277,10 +278,13 @@ def read_config(folder: Path) -> MACConfig:
     except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
         detail = f" ({error})" if isinstance(error, MalformedError) else ""
         raise ModelLoadError(
-            f"{folder} is no MAC checkpoint: {path.name} is missing or not of its format{detail}"
+            f"{folder} is no MAC checkpoint: its {path.name} is missing or has no format{detail}; give the folder of a "
+            "checkpoint"
         ) from error
     if version != FORMAT:
-        raise ModelLoadError(f"{path} has format {version!r:.40}, this version reads format {FORMAT}; update mac_rag")
+        raise ModelLoadError(
+            f"{path} has format {version!r:.40}, but this version reads format {FORMAT}; update mac_rag"
+        )
     try:
         return MACConfig.parse(values, path)
     except ConfigError as error:
@@ -323,7 +327,7 @@ def _save_base_lm(base_lm: BaseLM, folder: Path, dtype: torch.dtype | None) -> N
     base_lm.tokenizer.save_pretrained(folder)
     if dtype == torch.int8:
         lm.config.save_pretrained(folder)
-        # Tied weights are one parameter, and stored once.
+        # Tied weights are one parameter and are stored once.
         save_file(_stored(dict(lm.named_parameters()), dtype), folder / INT8_LM, metadata={"format": "pt"})
         return
     state = {name: tensor if dtype is None else tensor.to(dtype) for name, tensor in lm.state_dict().items()}

@@ -22,19 +22,19 @@ from mac_rag.nn.modulation import FiLM, LoRA, ModulationNetwork, PrefixTuning, P
 
 
 def with_exact_revisions(config: MACConfig) -> MACConfig:
-    """The configuration with the revision of each model that it names: a checkpoint must identify the weights.
+    """The configuration with the exact revision of each model that it names: a checkpoint must identify the weights.
 
-    That is the copy of a fetched LM, or a commit on the Hub.
+    An exact revision is the copy of a fetched LM, or a commit on the Hub.
 
     Raises:
-        ModelLoadError: for an LM that has not been fetched, or in several copies.
+        ModelLoadError: for an LM that has not been fetched, or has been fetched in several copies.
     """
 
     def exact(part: Any) -> Any:
         if part is None or part.name is None:
             return part
         revision = exact_revision(part.name, part.revision)
-        # A checkpoint holds the sentence encoder itself, and its fingerprint has the revision as it was given.
+        # A checkpoint holds the sentence encoder itself, and the fingerprint covers its revision as configured.
         if part is not config.sentence_encoder and part.name not in {*PACKAGED, *FETCHABLE}:
             revision = pinned(part.name, revision)
         return part.model_copy(update={"revision": revision})
@@ -64,9 +64,9 @@ def make_encoder(
         hashed_bm25: the result of `make_hashed_bm25`, or None.
 
     Raises:
-        ModelLoadError: when the tokenizer has more tokens than the backbone has embeddings; when the encoder should
-            share the base LM's embeddings, but has another width or vocabulary; or when there is a sentence encoder or
-            hashed BM25, which read the base LM's tokens, and the encoder has another vocabulary.
+        ModelLoadError: if the tokenizer has more tokens than the backbone has embeddings; if the encoder is to share
+            the base LM's embeddings, but has another width or vocabulary; or if there is a sentence encoder or hashed
+            BM25, which read the base LM's tokens, but the encoder has another vocabulary.
     """
     if part.design == "encoder-pooling" and hasattr(backbone, "bidirectional"):
         backbone.bidirectional = True  # off by default in backbones that can attend both ways
@@ -76,11 +76,13 @@ def make_encoder(
         _share_embeddings(part.name, backbone, alike, base_lm)
     if not alike and (sentence_encoder is not None or hashed_bm25 is not None):
         added = "a sentence encoder" if sentence_encoder is not None else "hashed BM25"
-        raise ModelLoadError(f"{part.name!r} cannot have {added}: its vocabulary is not the base LM's")
+        raise ModelLoadError(
+            f"{part.name!r} cannot have {added}: its vocabulary is not the base LM's; leave one of the two out"
+        )
     network = DESIGNS[part.design](
         backbone, config.tokens, base_lm.width, config.mlp_width, sentence_encoder, hashed_bm25
     )
-    # A bank that is normalised already comes out of attention as it went in.
+    # Attention passes a bank that is already normalised through unchanged.
     network.normalises = config.modulation.kind == "prompt"
     return TextEncoder(network, tokenizer, config.max_document_tokens)
 
@@ -89,14 +91,16 @@ def make_sentence_encoder(part: SentenceEncoderConfig, backbone: Any, tokenizer:
     """The frozen sentence encoder that both text encoders share.
 
     Raises:
-        ModelLoadError: when its vocabulary is not the base LM's, or its width not D.
+        ModelLoadError: if its vocabulary is not the base LM's, or its width is not D.
     """
     if not _same_vocabulary(tokenizer, base_lm):
-        raise ModelLoadError(f"the sentence encoder {part.name!r} cannot be used: its vocabulary is not the base LM's")
+        raise ModelLoadError(
+            f"the sentence encoder {part.name!r} cannot be used: its vocabulary is not the base LM's; choose another"
+        )
     if backbone.config.hidden_size != base_lm.width:
         raise ModelLoadError(
             f"the sentence encoder {part.name!r} has a width of {backbone.config.hidden_size}, "
-            f"the base LM one of {base_lm.width}"
+            f"but the base LM has one of {base_lm.width}; choose another"
         )
     backbone.requires_grad_(False)
     if part.embeddings == "base-lm":
@@ -121,15 +125,15 @@ def _share_embeddings(name: str | None, backbone: Any, same_vocabulary: bool, ba
     own = backbone.get_input_embeddings()
     if own.weight.shape != shared.weight.shape or not same_vocabulary:
         raise ModelLoadError(
-            f"{name!r} cannot share the base LM's embeddings: its vocabulary or width is another; set embeddings: own"
+            f"{name!r} cannot share the base LM's embeddings: its vocabulary or width differs; set embeddings: own"
         )
-    # In fp32 both are of one type. An LM in half precision lends its embeddings to a backbone that is trained in fp32.
+    # An LM in half precision lends its embeddings to a backbone that is trained in fp32.
     half = shared.weight.dtype in HALF_PRECISION
     backbone.set_input_embeddings(SharedEmbedding(shared, backbone) if half else shared)
 
 
 def pretrained_sentence_encoder(config: MACConfig, base_lm: BaseLM) -> Any:
-    """Loads the sentence encoder that both text encoders share; None where the model has none.
+    """Loads the sentence encoder that both text encoders share; None if the model has none.
 
     Raises:
         ModelLoadError: as `load_backbone` and `make_sentence_encoder`.
@@ -158,7 +162,7 @@ def pretrained_encoder(
         backbone = copy.deepcopy(base_lm.model.base_model).float()
         if part.layers is not None:
             keep_first_layers(backbone, part.layers)
-    else:  # what is trained cannot start from rounded weights
+    else:  # training must not start from rounded weights
         backbone = load_first_layers(config.base_lm, part.layers, base_lm.device)
     backbone.requires_grad_(True)
     return make_encoder(config, part, backbone, base_lm.tokenizer, base_lm, sentence_encoder, hashed_bm25)
@@ -187,22 +191,22 @@ def make_modulation_network(config: MACConfig, base_lm: BaseLM) -> ModulationNet
     return PrefixTuning(shape, config.modulation_tokens, base_lm.width, bottleneck=part.bottleneck, sink=sink)
 
 
-_FIRST, _END = 1000, 2100  # years before and from this one on are numbers like any other
+_FIRST, _END = 1000, 2100  # years before _FIRST, and from _END on, are numbers like any other
 _DIGIT = re.compile(r"(?:##)?\d")
 
 
 def named_years(config: YearsConfig, tokenizer: Any, width: int) -> NamedYears:
-    """The vectors of the years that texts name.
+    """Makes the vectors of the years that texts name.
 
-    The calendar ends with 2099 and is as long as a vector is wide, but begins in 1000 at the earliest.
+    The calendar ends with 2099. It has one year for each component of a vector, but begins in 1000 at the earliest.
 
     Args:
         config: how much a year counts.
-        tokenizer: of questions and documents. Years that it divides into several tokens are left out.
+        tokenizer: tokenizer of questions and documents. Years that it divides into several tokens are left out.
         width: D.
 
     Raises:
-        ConfigError: when no year is a token.
+        ConfigError: if no year is a single token.
     """
     calendar = range(max(_FIRST, _END - width), _END)
     tokens: dict[int, int] = {}
@@ -219,7 +223,7 @@ def named_years(config: YearsConfig, tokenizer: Any, width: int) -> NamedYears:
         )
     vocabulary = tokenizer.get_vocab()
     digits = {name: token for name, token in vocabulary.items() if _DIGIT.match(name)}
-    # BERT's vocabulary marks what continues a word, others mark what begins one.
+    # BERT's vocabulary marks tokens that continue a word, others mark tokens that begin one.
     pieces = any(name.startswith("##") for name in vocabulary)
     continuing = [token for name, token in digits.items() if not pieces or name.startswith("##")]
     years = Years(tokens, continuing, len(tokenizer), calendar, config.weight, config.decay)

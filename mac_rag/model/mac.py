@@ -1,4 +1,4 @@
-"""MACModel: amortization, aggregation and modulation around a frozen LM, and how it answers."""
+"""MACModel: amortization, aggregation and modulation around a frozen LM; and answering with them."""
 
 from __future__ import annotations
 
@@ -51,12 +51,12 @@ from mac_rag.progress import progress_bar
 
 # Tokens that the amortization network reads at a time, padding included.
 BATCH_TOKENS = 8192
-_LEAST_PROBABILITY = 1e-6  # of an abstention, and of an answer
+_LEAST_PROBABILITY = 1e-6  # lower bound of the probability of an abstention, and of an answer
 
-# Parts that both encoders share and no training changes.
+# Parts that both encoders share and training never changes.
 _FROZEN = ("amortization.network.sentence_encoder.", "amortization.network.hashed_bm25.")
-# No bank knows of the recency term: it reads dates and prior keys, which every bank has. So a model that learns the
-# term later reads its banks.
+# Banks do not depend on the recency term: it reads dates and prior keys, which every bank has. So a model that learns
+# the term later can still read its banks.
 _BESIDE_BANKS = ("aggregation.recency.",)
 
 
@@ -83,7 +83,7 @@ class MACModel(nn.Module):
         input_encoder: g_input.
 
     Attributes:
-        calibration: turns what is known of an answer into a probability; None if none was fitted for the checkpoint.
+        calibration: maps evidence about an answer to a probability; None if none was fitted for the checkpoint.
         cpu_batch_tokens: prompt tokens per batch on a CPU; larger batches exceed its caches and are slower.
     """
 
@@ -127,20 +127,20 @@ class MACModel(nn.Module):
         if self.context_window > self._positions:
             raise ConfigError(
                 f"context_window is {self.context_window}, but the LM has positions for {self._positions} tokens "
-                "beside a prefix; leave it out for all of them"
+                "after the prefix; give fewer, or leave it out for all of them"
             )
-        # The LM stays where it is; it may lie on several devices.
+        # The LM stays where it is: it may lie on several devices.
         for part in (self.amortization, self.input_encoder, self.aggregation, self.modulation):
             part.to(base_lm.device)
             use_onednn(part)
 
     @classmethod
     def from_config(cls, config: MACConfig, *, device: str | torch.device | None = None) -> MACModel:
-        """Builds a model from pretrained parts; what the paper learns from scratch starts at random.
+        """Builds a model from pretrained parts; networks that the paper trains from scratch start at random.
 
         Raises:
-            ModelLoadError: when a part cannot be loaded, or its architecture does not fit its design.
-            QuantizationError: when bitsandbytes is missing.
+            ModelLoadError: if a part cannot be loaded, or its architecture does not fit its design.
+            QuantizationError: if bitsandbytes is missing.
         """
         place = default_device(device)
         config = with_exact_revisions(config)
@@ -166,16 +166,16 @@ class MACModel(nn.Module):
         Args:
             name_or_path: the checkpoint.
             revision: branch, tag or commit on the Hub.
-            device: one device for all; None for a GPU if there is one.
+            device: one device for all parts; None for a GPU if there is one, else the CPU.
             device_map: for an LM that is larger than one device: `auto`, or a map of the LM's modules as transformers
-                takes it. MAC's networks go to the device of the LM's embeddings. Layers that wait on cpu or disk are
-                for use only, not for training.
+                takes it. MAC's networks go to the device of the LM's embeddings. A model whose layers are offloaded to
+                cpu or disk can answer, but not be trained.
             max_memory: memory that `device_map` may use: GPU number or `cpu` -> bytes or a text like `20GiB`.
 
         Raises:
             ConfigError: for a device that is not there, or arguments that contradict each other.
-            ModelLoadError: when there is no model of that name, or its files are truncated or have another format or
-                architecture; it lists the weights that differ.
+            ModelLoadError: if there is no model of that name, or its files are truncated or have another format or
+                architecture; the message lists the weights that differ.
         """
         spread = DeviceMap.of(device_map, max_memory, device)
         folder = checkpoint.find(name_or_path, revision)
@@ -190,14 +190,14 @@ class MACModel(nn.Module):
         return model.eval()
 
     def save_pretrained(self, folder: str | Path, *, dtype: torch.dtype | None = None) -> None:
-        """Writes a checkpoint: `config.json`, safetensors, tokenizers, and a base LM that was tuned or is a folder.
+        """Writes a checkpoint: `config.json`, safetensors, tokenizers; and the base LM if it was tuned or is a folder.
 
-        Codebooks for banks with rows `pq` go along, unless the model was trained since they were fitted.
+        It includes codebooks for banks with rows `pq`, unless the model was trained since they were fitted.
 
         Args:
             folder: a new or empty folder.
             dtype: dtype of the stored weights, which may be `torch.int8` (see `mac_rag.lm.int8_storage`); None keeps
-                each as it is.
+                each weight's own.
         """
         checkpoint.write(
             self._parts(),
@@ -224,7 +224,7 @@ class MACModel(nn.Module):
 
     @property
     def _quantizer(self) -> ProductQuantizer | None:
-        """The codebooks for banks with rows `pq`, unless training has changed what they were fitted to."""
+        """The codebooks for banks with rows `pq`; None if training has changed the weights they were fitted to."""
         quantizer = self.aggregation.quantizer
         return quantizer if quantizer is not None and quantizer.fingerprint == self.fingerprint else None
 
@@ -236,10 +236,10 @@ class MACModel(nn.Module):
         return self.base_lm.device
 
     def train(self, mode: bool = True) -> MACModel:
-        """Sets the training mode of all networks but the sentence encoder and a frozen base LM.
+        """Sets the training mode of all networks except the sentence encoder and a frozen base LM.
 
         Raises:
-            ConfigError: when weights of the LM are offloaded, through which no gradient flows.
+            ConfigError: if weights of the LM are offloaded: no gradient flows through them.
         """
         if mode:
             require_weights(self.base_lm.model, "training")
@@ -250,19 +250,19 @@ class MACModel(nn.Module):
             self.amortization.network.sentence_encoder.eval()
         self._fingerprint = None  # fused optimisers change weights without a new version of the tensors
         if self.base_lm_trained and isinstance(self.modulation, PrefixTuning) and self.modulation.sink is not None:
-            self.modulation.sink.keys_values.copy_(sink_keys_values(self.base_lm))  # the trainer comes here each step
+            self.modulation.sink.keys_values.copy_(sink_keys_values(self.base_lm))  # the trainer calls this each step
         return self
 
     def use_master_weights(self) -> None:
-        """Makes weights in half precision fp32 where they are trained; call it before training.
+        """Converts trainable weights in half precision to fp32; call it before training.
 
-        What is frozen or quantised keeps its dtype. A checkpoint still loads in its configured dtypes.
+        Frozen or quantised weights keep their dtype. A checkpoint still loads in its configured dtypes.
         """
         use_master_weights(self)
         self._fingerprint = None
 
     def train_base_lm(self, *, lora_rank: int | None) -> None:
-        """Makes the base LM trainable: all its weights, or low-rank updates, which a checkpoint holds merged.
+        """Makes the base LM trainable: all its weights, or low-rank updates, which checkpoints store merged.
 
         Embeddings that other parts share stay frozen, because a sentence encoder is never trained.
 
@@ -275,9 +275,9 @@ class MACModel(nn.Module):
         self.base_lm_trained = True
 
     def mac_state(self) -> dict[str, Tensor]:
-        """The weights of MAC's own networks by name; not the base LM's or quantised backbones'.
+        """The weights of MAC's own networks by name, without those of the base LM and of quantised backbones.
 
-        Training changes all of them but the sentence encoder and hashed BM25.
+        Training changes all of them except the sentence encoder and hashed BM25.
         """
         return {
             name: parameter
@@ -289,11 +289,11 @@ class MACModel(nn.Module):
     def fingerprint(self) -> str:
         """Hex digest of all weights that write or read memory tokens. Only models with the same one share a bank.
 
-        Those of a recency term are left out: it reads none.
+        It leaves out the recency term, which reads no memory tokens.
         """
         state = self.mac_state() | self._shared_embeddings()
         state = {name: tensor for name, tensor in state.items() if not name.startswith(_BESIDE_BANKS)}
-        # In-place updates raise a tensor's version, so training between two calls is noticed.
+        # In-place updates raise a tensor's version, so that training between two calls is noticed.
         version = sum(tensor._version for tensor in state.values())
         if self._fingerprint is None or self._fingerprint[0] != version:
             digest = hashlib.sha256(fingerprint_fields(self.config).encode())
@@ -313,12 +313,12 @@ class MACModel(nn.Module):
         answers, up to rounding that differs between devices and versions.
 
         Raises:
-            ConfigError: when weights of the LM are offloaded, and cannot be read.
+            ConfigError: if weights of the LM are offloaded and so cannot be read.
         """
         return answer_digest(self._parts(), self.state_dict())
 
     def _shared_embeddings(self) -> dict[str, Tensor]:
-        """The base LM's embeddings, if an encoder reads with them."""
+        """The base LM's embeddings, if an encoder shares them; otherwise empty."""
         parts = self.config.amortization, self.config.input_encoder, self.config.sentence_encoder
         if all(part is None or part.embeddings == "own" for part in parts):
             return {}
@@ -329,12 +329,12 @@ class MACModel(nn.Module):
 
         Args:
             documents: K texts.
-            batch_tokens: tokens of one batch, padding included; documents of similar length go together.
+            batch_tokens: tokens of one batch, padding included; documents of similar length share a batch.
             progress: shows a progress bar.
 
         Returns:
-            `[K, T + R, D]` in float32, on the model's device: T memory tokens of each document and, where the model has
-            hashed BM25, R lexical vectors. A bank keeps such rows.
+            `[K, T + R, D]` in float32, on the model's device: T memory tokens of each document and, if the model has
+            hashed BM25, R lexical vectors. A bank stores such rows.
 
         Raises:
             DocumentError: for an empty document, one that is no text, or one beyond the limit of tokens.
@@ -367,8 +367,8 @@ class MACModel(nn.Module):
 
         Args:
             phi: `[K, T + R, D]`, the result of `amortize`.
-            dates: int64 `[K]`, when each document counts, in microseconds since 1970; a model with a recency term lets
-                newer ones count more. None if nobody knows.
+            dates: int64 `[K]`, date of each document in microseconds since 1970; a model with a recency term lets newer
+                documents count more. None if unknown.
 
         Raises:
             BankError: for an empty bank.
@@ -405,9 +405,9 @@ class MACModel(nn.Module):
         return mass
 
     def asked(self, questions: Sequence[str]) -> Tensor | None:
-        """The last moment of the time that each question names, `[B]`, as the recency term takes it; None without one.
+        """The last moment of the time that each question names, `[B]`; None without a recency term, which reads it.
 
-        See `mac_rag.data.dates.named_in`; where a question names none, it is the moment after all others.
+        See `mac_rag.data.dates.named_in`. For a question that names no time, it is later than all dates.
         """
         if self.aggregation.recency_in_use is None:
             return None
@@ -438,7 +438,7 @@ class MACModel(nn.Module):
 
     @contextmanager
     def without_times(self) -> Iterator[None]:
-        """A context without the recency term in which years of questions are words like any other."""
+        """A context without the recency term in which a question's years are words like any other."""
         years = self.input_encoder.network.years
         with self.without_recency(), nullcontext() if years is None else _switched_off(years, "use_years"):
             yield
@@ -465,9 +465,9 @@ class MACModel(nn.Module):
 
         Args:
             question: x; a `FittedPrompt` is returned as it is.
-            contexts: documents in front of it, the best first.
-            overflow: if they do not fit: raise an error, or cut the documents from the last one on. The question is
-                never cut.
+            contexts: documents before it, the best first.
+            overflow: if they do not fit: raise an error, or cut the documents, beginning with the last one. The
+                question is never cut.
             max_new_tokens: longest answer, which must fit too; None for the configured length.
 
         Raises:
@@ -501,13 +501,13 @@ class MACModel(nn.Module):
 
         Args:
             messages: the conversation; see `ChatPromptEncoder.fit_conversation`.
-            question: what the memory is asked; None for the last message. Of a question beyond the input encoder's
-                limit, the memory is asked the end.
+            question: the question for the memory; None for the last message. If it is beyond the input encoder's
+                limit, its last chunk is used.
             contexts: texts in the messages that may be cut, the best first.
             max_new_tokens: longest answer, which must fit too; None for the configured length.
 
         Raises:
-            ConfigError: for another prompt format.
+            ConfigError: if the prompt format is not `chat`.
             DocumentError: for a message with half of a surrogate pair or NUL.
             PromptError: for a conversation that the chat template refuses, or that is beyond the window.
         """
@@ -541,12 +541,12 @@ class MACModel(nn.Module):
 
         Args:
             prompts: B questions, as texts or as results of `fit_to_window`.
-            contexts: documents in front of each question; only for questions that are texts.
+            contexts: documents before each question; only for questions that are texts.
             modulation: phi* `[B, T, D]`; None for the frozen LM alone.
-            max_new_tokens: None for the configured length.
-            num_beams: beams of beam search; 1 for none.
-            memory_weight: lambda behind documents (see `mac_rag.lm.decoding`); None for the configured weight.
-            sampling: how tokens are chosen, and what ends an answer early.
+            max_new_tokens: largest number of tokens of an answer; None for the configured one.
+            num_beams: number of beams of beam search; 1 for no beam search.
+            memory_weight: lambda after documents (see `mac_rag.lm.decoding`); None for the configured weight.
+            sampling: how tokens are chosen, and which strings end an answer early.
 
         Raises:
             ConfigError: for a memory_weight that is not above 0 and at most 1, and for beams and sampling together.
@@ -572,10 +572,10 @@ class MACModel(nn.Module):
     def generate_each(
         self, prompts: Sequence[FittedPrompt], modulation: Tensor, weights: Sequence[float]
     ) -> list[list[str]]:
-        """Greedy answers behind documents at each of several memory weights; all weights share the prompts' cache.
+        """Greedy answers after documents at each of several memory weights; all weights share the prompts' cache.
 
         Args:
-            prompts: B questions behind at least one document each.
+            prompts: B questions, each after at least one document.
             modulation: phi* `[B, T, D]`.
             weights: values of lambda (see `mac_rag.lm.decoding`), from 0 (the frozen LM alone) to 1.
 
@@ -600,9 +600,9 @@ class MACModel(nn.Module):
     def score_answers(
         self, prompts: Sequence[FittedPrompt], answers: Sequence[str], *, modulation: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Log-probability of the first token of answers under the LM, and the mean over their tokens, the end included.
+        """Log-probability of each answer's first token under the LM, and the mean over all its tokens with the end.
 
-        An answer beyond the LM's positions counts as far as it fits.
+        Only the part of an answer that fits the LM's positions counts.
 
         Args:
             prompts: B prompts.
@@ -620,7 +620,7 @@ class MACModel(nn.Module):
 
     @torch.no_grad()
     def answering_odds(self, prompts: Sequence[FittedPrompt], *, modulation: Tensor | None = None) -> Tensor | None:
-        """The log-odds that the LM answers, and does not abstain; None for an LM that has not learned to abstain.
+        """The log-odds that the LM answers rather than abstains; None for an LM that has not learned to abstain.
 
         Args:
             prompts: B prompts.
@@ -636,7 +636,7 @@ class MACModel(nn.Module):
     def _losses(
         self, prompts: Sequence[FittedPrompt], answers: Sequence[Sequence[int]], phi: Tensor | None
     ) -> list[Tensor]:
-        """The loss of each token of B answers, as far as they fit the LM's positions; see `score_answers`."""
+        """For each of B answers the losses of its tokens, as far as they fit the LM's positions."""
         taken = self.base_lm.prompts.positions
         found = [torch.empty(0)] * len(prompts)
         for rows in self._batches(prompts, phi):
@@ -650,9 +650,9 @@ class MACModel(nn.Module):
         return found
 
     def look(self, questions: Sequence[str]) -> Look | None:
-        """How the LM looks at single slots of phi* for some questions; None for a model whose LM does not.
+        """A function with which the LM looks at single slots of phi* for some questions; None if the model has no look.
 
-        What it sees there are the log-odds that it answers, and does not abstain.
+        It returns the log-odds that the LM answers rather than abstains, if it reads one slot alone.
         """
         if self.config.aggregation.reading_cutoff is None or (beginning := self.base_lm.abstention) is None:
             return None
@@ -679,7 +679,7 @@ class MACModel(nn.Module):
     def _as_fitted(
         self, prompts: Sequence[str | FittedPrompt], contexts: Sequence[Sequence[str]] | None
     ) -> list[FittedPrompt]:
-        """All prompts as token ids; documents of questions that are texts are not cut."""
+        """All prompts as token ids, without cutting documents of questions that are texts."""
         encoder = self.base_lm.prompts
         return [
             prompt if isinstance(prompt, FittedPrompt) else encoder.fit_to_window(prompt, texts)
@@ -687,9 +687,9 @@ class MACModel(nn.Module):
         ]
 
     def _batches(self, prompts: Sequence[FittedPrompt], phi: Tensor | None) -> list[list[int]]:
-        """Batches of prompts, as lists of indices: a single one on a GPU, several of similar lengths on a CPU.
+        """Batches of prompts, as lists of indices. All prompts of a batch read equally many tokens of phi*.
 
-        Those of one batch read equally many tokens of phi*.
+        On a CPU, the prompts of a batch also have similar lengths.
         """
         memory = [0] * len(prompts) if phi is None else self.memory_in_prompt(phi)
         batches = []
@@ -703,7 +703,7 @@ class MACModel(nn.Module):
         return batches
 
     def memory_in_prompt(self, phi: Tensor) -> list[int]:
-        """Tokens of phi* that the LM runs over with the prompt of each question; 0 for all modulations but a prompt.
+        """For each question the number of phi* tokens that the LM runs over; 0 unless the modulation is a prompt.
 
         Args:
             phi: `[B, S T, D]`.
@@ -724,7 +724,7 @@ class MACModel(nn.Module):
         memory_weight: float | None = None,
         sampling: Sampling = GREEDY,
     ) -> Iterator[str]:
-        """Yields the answer to one question piece by piece; arguments as `generate`'s, phi* `[1, T, D]`."""
+        """Yields the answer to one question piece by piece; arguments as for `generate`, with phi* `[1, T, D]`."""
         [fitted] = self._as_fitted([prompt], [contexts])
         yield from self.base_lm.stream(
             fitted.ids,
@@ -745,7 +745,7 @@ class MACModel(nn.Module):
         return [weight if prompt.contexts else 1.0 for prompt in prompts]
 
     def span_sources(self, prompts: Sequence[FittedPrompt]) -> list[list[SpanSource]] | None:
-        """What each answer may copy: its documents, and the fixed answers behind them; None for free answers."""
+        """For each answer the sources that it may copy: its documents and the fixed answers; None for free answers."""
         if self.config.extractive is None:
             return None
         tokenizer = self.base_lm.prompts.texts
@@ -758,7 +758,7 @@ class MACModel(nn.Module):
 
     @property
     def _fixed_answers(self) -> list[SpanSource]:
-        """The answers that are possible behind any document."""
+        """The answers that are possible after any document."""
         prompts, extractive = self.base_lm.prompts, self.config.extractive
         texts = () if extractive is None else extractive.fixed_answers
         if prompts.format.abstention is not None:
@@ -783,9 +783,9 @@ class MACModel(nn.Module):
 
 
 def fingerprint_fields(config: MACConfig) -> str:
-    """JSON of what the configuration adds to a model's fingerprint: the settings that write or read memory tokens.
+    """JSON of the configuration's part in a model's fingerprint: the settings that write or read memory tokens.
 
-    The recency term, the cutoffs of slots and the weight of years change what is read of a bank, and not what is in it.
+    Recency term, cutoffs of slots and weight of years are left out: they change how a bank is read, not its contents.
     """
     return config.model_dump_json(
         include={"tokens": True, "hashed_bm25": True, "aggregation": True, "modulation": {"attention_sink"}},
@@ -804,17 +804,17 @@ def _switched_off(network: nn.Module, switch: str) -> Iterator[None]:
 
 
 def _answering_odds(losses: Sequence[Tensor]) -> Tensor:
-    """The log-odds that an answer begins otherwise than an abstention, `[B]`, from the losses of that one's tokens."""
+    """The log-odds `[B]` that an answer does not begin as an abstention, from the losses of the abstention's tokens."""
     abstains = (-torch.stack([loss.sum() for loss in losses])).exp()
     odds: Tensor = -torch.special.logit(abstains, eps=_LEAST_PROBABILITY)
     return odds
 
 
 def _check_each(texts: Sequence[str], kind: str) -> None:
-    """Checks the characters of documents or messages before a template surrounds them, so that errors can place them.
+    """Checks the characters of documents or messages before a template surrounds them, so that errors can locate them.
 
     Raises:
-        DocumentError: names the text by its kind and number, and the place in it.
+        DocumentError: for an invalid character; the message names the text's kind and number, and the index in it.
     """
     for number, text in enumerate(texts, 1):
         fault = fault_of(text)

@@ -1,6 +1,7 @@
 """Models by name: the four of the paper (appendix A), and one for each of some small open LMs of today.
 
-Training settings of the paper's are in `pipelines/recipes/<name>/`, those of others in `pipelines/recipes/small-lm/`.
+Training settings of the paper's models are in `pipelines/recipes/<name>/`, of the others in
+`pipelines/recipes/small-lm/`.
 """
 
 from __future__ import annotations
@@ -12,13 +13,13 @@ from mac_rag.config import AggregationConfig, BaseLMConfig, EncoderConfig, MACCo
 from mac_rag.errors import ConfigError
 from mac_rag.lm.loading import load_architecture, load_tokenizer
 
-# T * D, numbers in the memory of a document: with it, SmolLM2-135M has a memory token for two words of a paragraph, and
-# an LM as wide as LLaMA-2-7B has the paper's 24 tokens.
+# T * D, numbers in the memory of a document. SmolLM2-135M then has one memory token for every two words of a paragraph,
+# and an LM as wide as LLaMA-2-7B has the paper's 24 tokens.
 _NUMBERS = 1 << 16
 _FEWEST, _MOST = 24, 96
 _HEAD = 64
-_WINDOW = 8192  # SmolLM2 has so many positions; the window of LMs with more is cut to as many
-AUTO = "auto"  # in place of a preset's name: `around` the LM that is named beside it
+_WINDOW = 8192  # SmolLM2's number of positions; the window of LMs with more is cut to it
+AUTO = "auto"  # instead of a preset's name: a model `around` the configured LM
 
 
 def _paper(
@@ -43,18 +44,18 @@ def _paper(
 def sized_for(
     lm: str, *, width: int, layers: int, quantized: bool = False, context_window: int | None = None
 ) -> MACConfig:
-    """A MAC model around a rotary LM, whose sizes follow from the LM's by one rule.
+    """A MAC model around a rotary LM, with sizes that follow from the LM's by one rule.
 
-    Both encoders start from the LM's own first layers and read with its embeddings, so no other model is needed, and
-    the networks can start by `init: kv_regression`. The rule:
+    Both encoders start from the LM's own first layers and share its embeddings, so no other model is needed, and the
+    networks can start by `init: kv_regression`. The rule:
 
-    - encoders: a quarter of the LM's layers, rounded up; an eighth where the LM is quantised, since the encoders are
+    - encoders: a quarter of the LM's layers, rounded up; an eighth if the LM is quantised, since the encoders are
       trained in 32 bits;
     - tokens: T such that T * D is about 65,536, a multiple of 8 from 24 (the paper's) to 96;
     - MLP of each token: D / 24, a multiple of 8;
-    - aggregation: two blocks with D / 64 heads of 64, so that what is attended to passes through as it is;
+    - aggregation: two blocks with D / 64 heads of 64, so that attended memory tokens pass through unchanged;
     - document prior: as wide as the LM, up to 1,024;
-    - prefix: one linear layer without bottleneck, which `init: kv_regression` needs, behind an attention sink.
+    - prefix: one linear layer without bottleneck, which `init: kv_regression` needs, after an attention sink.
 
     Examples:
         >>> config = sized_for("my/llama", width=2048, layers=16)
@@ -66,7 +67,8 @@ def sized_for(
         width: D, width of its hidden states, a multiple of 64.
         layers: number of its layers.
         quantized: True for an LM in 4 bit (NF4).
-        context_window: tokens that documents, question and answer may have together; None for all that the LM has.
+        context_window: largest number of tokens of documents, question and answer together; None for all the LM's
+            positions.
 
     Raises:
         ConfigError: for a width that is no multiple of 64.
@@ -97,15 +99,14 @@ def sized_for(
 def around(base_lm: BaseLMConfig) -> MACConfig:
     """A MAC model around any decoder-only LM: sizes by the rule of `sized_for`, prompts by the LM's own chat template.
 
-    The LM's configuration and tokenizer are read, and not its weights. An LM that has a chat template gets prompts in
-    its form.
+    Reads the LM's configuration and tokenizer, not its weights. An LM without a chat template gets plain prompts.
 
     Args:
         base_lm: the LM; both encoders start from its first layers in its dtype.
 
     Raises:
         ConfigError: for an LM whose width is no multiple of 64.
-        ModelLoadError: when there is no such LM.
+        ModelLoadError: if there is no such LM.
     """
     architecture = load_architecture(base_lm).get_text_config()
     positions = getattr(architecture, "max_position_embeddings", None) or 0
@@ -123,12 +124,12 @@ def around(base_lm: BaseLMConfig) -> MACConfig:
 
 
 def _multiple_of_8(number: float) -> int:
-    """The multiple of 8 that is nearest to a number, and at least 8."""
+    """The multiple of 8 nearest to a number, at least 8."""
     return max(8, 8 * int(number / 8 + 0.5))
 
 
-# The paper quantises the pretrained networks of the two large models to 4 bit. The bottlenecks in the prefix maps of
-# wide LMs are ours: one linear layer to all keys and values of LLaMA-2-7B would have a billion weights.
+# The paper quantises the pretrained networks of the two large models to 4 bits. The bottlenecks in the prefix maps of
+# wide LMs are our addition: one linear layer to all keys and values of LLaMA-2-7B would have a billion weights.
 PAPER: dict[str, MACConfig] = {
     "distilgpt2": _paper("distilbert/distilgpt2", "google-t5/t5-small", "google-t5/t5-small", tokens=12),
     "gpt2-large": _paper("openai-community/gpt2-large", "google-t5/t5-base", "google-t5/t5-base", bottleneck=512),
@@ -139,7 +140,7 @@ PAPER: dict[str, MACConfig] = {
         "meta-llama/Llama-2-7b-hf", "google-t5/t5-large", "google-t5/t5-base", bottleneck=512, quantization="nf4"
     ),
 }
-# 4-bit weights from 4 billion parameters on.
+# LMs with 4 billion parameters or more have 4-bit weights.
 SMALL: dict[str, MACConfig] = {
     "smollm2-135m": sized_for("smollm2-135m", width=576, layers=30),  # which `mac-rag fetch` brings
     "smollm2-360m": sized_for("HuggingFaceTB/SmolLM2-360M", width=960, layers=32),
@@ -166,10 +167,10 @@ def preset(name: str) -> MACConfig:
 
 
 def preset_values(name: Any, changes: Mapping[str, Any]) -> dict[str, Any]:
-    """The values of a preset with some in place of its own, not validated.
+    """The values of a preset with `changes` applied, not validated.
 
-    What a nested value does not say stays the preset's: `{"base_lm": {"name": "my/tuned"}}` keeps dtype and
-    quantisation. The preset `auto` is a model `around` the LM of the changes, in bf16 unless they say otherwise.
+    Fields that a nested change does not name keep the preset's value: `{"base_lm": {"name": "my/tuned"}}` keeps dtype
+    and quantisation. The preset `auto` is a model `around` the LM of the changes, in bf16 unless they say otherwise.
 
     Examples:
         >>> preset_values("llama2-7b", {"base_lm": {"name": "my/tuned"}})["base_lm"]["quantization"]
@@ -191,15 +192,15 @@ def preset_values(name: Any, changes: Mapping[str, Any]) -> dict[str, Any]:
     lm = changes.get("base_lm")
     if not isinstance(lm, Mapping) or lm.get("name") is None:
         raise ConfigError(
-            "the recipe names no LM: --set model.base_lm.name=LM, a name on the Hub, a folder, or what mac-rag fetch "
-            f"has brought; or choose another preset: {known}"
+            "the recipe names no LM: --set model.base_lm.name=LM, a name on the Hub, a folder, or an LM from mac-rag "
+            f"fetch; or choose another preset: {known}"
         )
     chosen = around(BaseLMConfig.parse({"dtype": "bf16", **lm}, "model.base_lm"))
     return merged(chosen.model_dump(), changes)
 
 
 def merged(values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """A copy of nested values with nested changes in their place; neither argument is modified."""
+    """A copy of nested values with nested changes applied; neither argument is modified."""
     result = dict(values)
     for name, change in changes.items():
         old = result.get(name)

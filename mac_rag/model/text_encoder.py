@@ -20,7 +20,7 @@ from mac_rag.nn.memory_tokens import MemoryTokens
 from mac_rag.nn.unpadded_bert import Reading, forget, last_states, last_states_without_gradients
 
 _LENGTH_RATIO = 1.5  # largest ratio of the longest to the shortest text of a batch
-_SHORT = 64  # tokens of a text; a call of the network costs more than the padding of texts that are no longer
+_SHORT = 64  # tokens; texts up to this length share a batch: their padding costs less than another call
 
 
 class TextEncoder(nn.Module):
@@ -51,7 +51,7 @@ class TextEncoder(nn.Module):
         self.max_tokens = min(max_tokens, positions - network.tokens) if positions else max_tokens
 
     def train(self, mode: bool = True) -> TextEncoder:
-        """Sets the training mode of the network, and forgets what was made of its weights for `encode`."""
+        """Sets the training mode of the network, and drops the copies of its weights that `encode` made."""
         forget(self)
         return super().train(mode)
 
@@ -66,12 +66,8 @@ class TextEncoder(nn.Module):
             DocumentError: for anything but a text with at least one visible character, and for a text beyond the limit.
         """
         check_text(text)
-        return self._within_limit(self._tokenized(text.strip()), text.strip())
-
-    def _tokenized(self, text: str) -> list[int]:
-        return self._texts.ids(text, special=True)
-
-    def _within_limit(self, ids: list[int], text: str) -> list[int]:
+        text = text.strip()
+        ids = self._texts.ids(text, special=True)
         if len(ids) > self.max_tokens:
             raise DocumentError(
                 f"a text of {len(ids)} tokens is longer than the limit of {self.max_tokens}; "
@@ -92,7 +88,7 @@ class TextEncoder(nn.Module):
         return encoded[places.argsort()]
 
     def _encode_batch(self, rows: Sequence[Sequence[int]], read: Reading) -> MemoryTokens:
-        encoded: MemoryTokens = self.network(*pad_rows(rows, 0, self.device), read)  # masked, so any token may pad
+        encoded: MemoryTokens = self.network(*pad_rows(rows, 0, self.device), read)  # any token may pad: it is masked
         return encoded
 
     @torch.no_grad()
@@ -101,7 +97,7 @@ class TextEncoder(nn.Module):
 
         Args:
             rows: token ids of each text.
-            batch_tokens: tokens of one batch, padding included.
+            batch_tokens: number of tokens of one batch, padding included.
             advance: called after each batch with its number of texts.
 
         Returns:
@@ -133,14 +129,14 @@ class TextEncoder(nn.Module):
         """Token ids of a text, as rows that the network reads one by one: a single row for a text within the limit.
 
         A longer text is cut at sentence ends, or else between words, or else within a word; see `split`. Nothing is
-        lost: the rows hold every character of the text in order, but for spaces at the cuts. A text within the limit is
+        lost: the rows hold every character of the text in order, except spaces at the cuts. A text within the limit is
         tokenized once, a longer one about twice.
 
         Args:
             text: the document.
-            whole: raise an error for a text beyond the limit, instead of cutting it.
-            advance: called with the number of characters that are done since its last call; all calls add up to the
-                length of the text.
+            whole: True raises an error for a text beyond the limit, instead of cutting it.
+            advance: called with the number of characters done since its last call; all calls add up to the length of
+                the text.
 
         Raises:
             DocumentError: for anything but a text with at least one visible character; with `whole`, for a text
@@ -167,22 +163,22 @@ class TextEncoder(nn.Module):
         return split(text.strip(), self._texts, self.max_tokens)
 
 
-# Splits a text into chunks that a network reads at once, in time that grows with the length of the text.
+# Splits a text into chunks that a network reads at once, in time proportional to the length of the text.
 #
-# A tokenizer reads a window of the text at a time. Tokens depend on their neighbours only within a word: WordPiece and
-# byte-level BPE cut a text into words first, and the vocabularies of SentencePiece (BPE and Unigram) have no token that
-# goes on behind a space. So a window has the tokens of the whole text between its first and its last space, and these
-# alone are used. Within a text without spaces, the tokens next to a window's edges may be others than in the whole.
-# Then a chunk ends at another of many good places, and not at a wrong one: each chunk is tokenized by itself and
-# measured.
+# The tokenizer reads one window of the text at a time. Tokens depend on their neighbours only within a word: WordPiece
+# and byte-level BPE cut a text into words first, and the vocabularies of SentencePiece (BPE and Unigram) have no token
+# that continues after a space. So between its first and its last space, a window has the tokens of the whole text, and
+# only these are used. In a text without spaces, the tokens next to a window's edges may differ from those of the whole.
+# Then a chunk ends at another of many good places, but never at a wrong one: each chunk is tokenized and measured by
+# itself.
 
 
 _SENTENCE_ENDS = (". ", "! ", "? ", "\n")
 _SENTENCE_ENDS_WITHOUT_SPACE = "。！？"
-_AT_ONCE = 16  # windows that are tokenized at once, and chunks
-_CONTEXT = 256  # characters that a window has before the place that it is read for, and that are not used behind it
+_AT_ONCE = 16  # number of windows, and of chunks, that are tokenized at once
+_CONTEXT = 256  # characters at both ends of a window whose tokens are not used
 _NOT_SPACE = re.compile(r"\S")
-_CHARACTER = regex.compile(r"\X")  # what a reader takes for one character, such as a letter with its accents
+_CHARACTER = regex.compile(r"\X")  # what a reader sees as one character, such as a letter with its accents
 
 
 class Chunk(NamedTuple):
@@ -191,7 +187,7 @@ class Chunk(NamedTuple):
     Attributes:
         text: the part, without spaces around it.
         ids: its token ids.
-        end: index in the text behind the chunk and the spaces that follow it.
+        end: index in the text after the chunk and the spaces that follow it.
     """
 
     text: str
@@ -200,17 +196,17 @@ class Chunk(NamedTuple):
 
 
 def split(text: str, tokenizer: TextTokenizer, limit: int, *, window: int = 32) -> Iterator[Chunk]:
-    """Yields the chunks of a text: the text itself if it is within the limit, otherwise as much as fits into each.
+    """Yields the chunks of a text: the text itself if it is within the limit, otherwise chunks filled to the limit.
 
-    A chunk ends behind a sentence, if one ends in its second half, or else between words. A word that is longer than
-    the limit is cut between two tokens, and never within a character.
+    A chunk ends after a sentence, if one ends in its second half, or else between words. A word that is longer than the
+    limit is cut between two tokens, and never within a character.
 
     Args:
         text: a text without spaces around it.
         tokenizer: tokenizes it.
-        limit: largest number of tokens of a chunk, those included that the tokenizer puts around a text.
-        window: characters that the tokenizer reads at a time, for each token of a chunk; English has four or five to a
-            token. It is more where a chunk needs more.
+        limit: largest number of tokens of a chunk, including those that the tokenizer puts around a text.
+        window: number of characters that the tokenizer reads at a time, per token of a chunk; it grows if a chunk needs
+            more. English has four or five characters to a token.
 
     Raises:
         DocumentError: for a character beyond the limit.
@@ -232,8 +228,8 @@ def split(text: str, tokenizer: TextTokenizer, limit: int, *, window: int = 32) 
         together = min(2 * together, _AT_ONCE)
         for (_, stop), part, ids in zip(places, parts, tokenizer.batch(parts, special=True), strict=True):
             if len(ids) > limit:
-                # A chunk may take more tokens alone than in its place in the text: then it has to be shorter, and those
-                # behind it begin elsewhere. Where this happens, it happens often.
+                # A chunk may take more tokens alone than within the text: then it has to be shorter, and the chunks
+                # after it begin elsewhere. If this happens once, it happens often in the same text.
                 budget -= len(ids) - limit
                 together = 1
                 break
@@ -242,14 +238,14 @@ def split(text: str, tokenizer: TextTokenizer, limit: int, *, window: int = 32) 
 
 
 def _places(text: str, start: int, tokens: _Tokens, first: int, others: int, at_most: int) -> list[tuple[int, int]]:
-    """Where the next chunks begin and end, by their tokens in the text.
+    """Begin and end index of each of the next chunks, by their tokens in the text.
 
     Args:
         text: the text.
         start: index of the first chunk's first character.
-        tokens: the text's tokens. For the first chunk they are read, for others only used.
+        tokens: the text's tokens. They are read as far as the first chunk needs; other chunks use what was read.
         first: largest number of tokens of the first chunk. Without room for a single character there are no chunks.
-        others: the same of those behind it.
+        others: largest number of tokens of the chunks after it.
         at_most: largest number of chunks.
     """
     places: list[tuple[int, int]] = []
@@ -257,7 +253,7 @@ def _places(text: str, start: int, tokens: _Tokens, first: int, others: int, at_
     while start < len(text) and len(places) < at_most:
         if places and not tokens.holds(start, budget + 1):
             break
-        stop = _cut(text, start, tokens.ends_behind(start, budget + 1), budget)
+        stop = _cut(text, start, tokens.ends_after(start, budget + 1), budget)
         if stop == start:
             break
         places.append((start, stop))
@@ -266,13 +262,13 @@ def _places(text: str, start: int, tokens: _Tokens, first: int, others: int, at_
 
 
 def _next_start(text: str, stop: int) -> int:
-    """Where the chunk begins that follows one which ends at `stop`."""
+    """Index at which the chunk after one that ends at `stop` begins."""
     following = _NOT_SPACE.search(text, stop)
     return len(text) if following is None else following.start()
 
 
 class _Tokens:
-    """Where the tokens of a text end, read in windows.
+    """The ends of a text's tokens, read window by window.
 
     Attributes:
         ids: the token ids of the text, if one window holds all of it.
@@ -289,12 +285,12 @@ class _Tokens:
         self._read(0, window)
 
     def are_within(self, limit: int) -> bool:
-        """True if the whole text has at most so many tokens; `ids` are then set."""
-        self.ends_behind(0, limit - self.special + 1)
+        """True if the whole text has at most `limit` tokens; `ids` are then set."""
+        self.ends_after(0, limit - self.special + 1)
         return 0 < len(self.ids) <= limit
 
-    def ends_behind(self, start: int, count: int) -> Sequence[int]:
-        """Where the first `count` tokens behind `start` end, in characters; fewer only at the end of the text."""
+    def ends_after(self, start: int, count: int) -> Sequence[int]:
+        """End indices of the first `count` tokens after `start`; fewer only at the end of the text."""
         size = 2 * self._window if start == self._start else self._window
         while not self.holds(start, count):
             self._read(start, size)
@@ -303,11 +299,11 @@ class _Tokens:
         return self._ends[first : first + max(0, count)]
 
     def holds(self, start: int, count: int) -> bool:
-        """True if `ends_behind` needs to read nothing; `start` may not be before that of an earlier call."""
+        """True if `ends_after` needs to read nothing; `start` must not be before that of an earlier call."""
         return self._at_end or len(self._ends) - bisect_right(self._ends, start) >= count
 
     def _read(self, start: int, size: int) -> None:
-        """Tokenizes windows of the text: the first from a little before `start`, and each behind the one before it."""
+        """Tokenizes windows of the text: the first from a little before `start`, then one after another."""
         text, read = self._text, start
         parts: list[str] = []
         bounds: list[tuple[int, int]] = []  # where each window begins, and up to where its tokens are used
@@ -319,24 +315,24 @@ class _Tokens:
             used = stop - _CONTEXT if used is None else used
             parts.append(text[begin:stop])
             bounds.append((begin, used))
-            if used <= read:  # the window is too small; the next reading is of larger ones
+            if used <= read:  # the window is too small; the next call reads larger ones
                 break
             read = used
-        # Tokens around a text end at 0. They are counted at the beginning of the text.
+        # Tokens that the tokenizer puts around a text end at 0. The window at the beginning of the text counts them.
         tokenized = self._tokenizer.batch_with_spans(parts, special=True)
         if not start:
             self.special = sum(not end for _, end in tokenized[0][1])
         self._start, self._at_end = start, bounds[-1][1] == len(text)
         self.ids = tokenized[0][0] if parts == [text] else []
         self._ends = []
-        behind = 0
+        done = 0
         for (begin, used), (_, spans) in zip(bounds, tokenized, strict=True):
-            self._ends += [begin + end for _, end in spans if end and behind < begin + end <= used]
-            behind = used
+            self._ends += [begin + end for _, end in spans if end and done < begin + end <= used]
+            done = used
 
 
 def _space_before(text: str, last: int, first: int) -> int | None:
-    """Where the last run of spaces in `text[first:last]` begins; None if none does."""
+    """Index at which the last run of spaces in `text[first:last]` begins; None if none begins there."""
     for index in range(last - 1, max(0, first), -1):
         if text[index].isspace() and not text[index - 1].isspace():
             return index
@@ -344,12 +340,12 @@ def _space_before(text: str, last: int, first: int) -> int | None:
 
 
 def _cut(text: str, start: int, ends: Sequence[int], budget: int) -> int:
-    """Where a chunk of at most `budget` tokens ends that begins at `start`; `start` itself if there is no such place.
+    """End index of a chunk of at most `budget` tokens that begins at `start`; `start` itself if none fits.
 
     Args:
         text: the text.
         start: index of the chunk's first character.
-        ends: where the first tokens end from there on: one more than `budget`, if there are so many.
+        ends: end indices of the first tokens after `start`: one more than `budget`, if there are as many.
         budget: largest number of tokens.
     """
     if len(ends) <= budget:
@@ -362,7 +358,7 @@ def _cut(text: str, start: int, ends: Sequence[int], budget: int) -> int:
 
 
 def _cut_without_spaces(text: str, start: int, ends: Sequence[int]) -> int:
-    """As `_cut`, for a text that has no space before the last of some ends of tokens."""
+    """As `_cut`, for a text without a space before the last of `ends`."""
     last = ends[-1] if ends else start
     space = _space_before(text, last, start)
     if space is not None:  # a tab, or any other kind of space
@@ -372,10 +368,10 @@ def _cut_without_spaces(text: str, start: int, ends: Sequence[int]) -> int:
     if cut >= len(window) // 2 > 0:
         return start + cut
     if window.isascii() and "\r" not in window and text[last : last + 1].isascii():
-        return last  # each is a character, and each token ends behind one
+        return last  # each character stands alone, and each token ends after one
     characters = [match.end() for match in _CHARACTER.finditer(text, start, last + 1) if match.end() <= last]
     between = set(characters)
     at_token = next((end for end in reversed(ends) if end in between), None)
     if at_token is not None:
         return at_token
-    return characters[-1] if characters else last  # a character of very many accents is cut between two of them
+    return characters[-1] if characters else last  # a character with very many accents is cut between two of them

@@ -18,8 +18,8 @@ from mac_rag.nn.memory_tokens import MemoryTokens
 from mac_rag.nn.prior import DocumentPrior, RankedFirst, RecencyTerm
 from mac_rag.nn.product_quantizer import ProductQuantizer
 
-# Number of a block, whether the attention mass is wanted, and the block's queries `[B, H, S, d]` -> what they attend to
-# and the mass, as `BankAttention` returns them.
+# Index of a block, True to compute the attention mass, and the block's queries `[B, H, S, d]` -> attended values and
+# mass, as `BankAttention` returns them.
 Attend: TypeAlias = Callable[[int, bool, Tensor], tuple[Tensor, Tensor | None]]
 
 
@@ -34,22 +34,22 @@ class AggregationNetwork(nn.Module):
         heads, head_width: 8 heads of 96 in the paper.
         feed_forward: hidden width of the feed-forward networks, as a multiple of D.
         prior_width: width of the document prior's space; 0 for the paper's network, which has no prior.
-        prior_sharpness: factor on the document prior in attention, except in training. The scales are learned over the
-            documents of one batch; to keep the same share of attention on a document of a larger bank takes more.
+        prior_sharpness: factor on the document prior in attention, except in training. The prior's scales are learned
+            over the documents of one batch; a document of a larger bank needs a sharper prior for the same share.
         sentence_token: True if the first token of each text is a sentence encoder's, which the document prior compares.
-        lexical_vectors: R, lexical vectors of each text, which the document prior alone reads; 0 for none.
+        lexical_vectors: R, number of lexical vectors of each text, which only the document prior reads; 0 for none.
         lexical_weight: weight of their product in the document prior.
         recency: True for a document prior in which newer documents on the same subject count more
             (`mac_rag.nn.prior`).
         slots: S, phi* has S times T tokens (`mac_rag.nn.memory_slots`).
         slot_cutoff, reading_cutoff: see `mac_rag.nn.memory_slots.MemorySlots`.
-        readout: True for phi* of the kind of memory tokens: the last block leaves out the residual of its attention.
-        chunk_rows: rows of a bank in memory that are attended to at a time.
+        readout: True makes phi* consist of memory tokens: the last block has no residual around its attention.
+        chunk_rows: number of rows of a bank in memory that are attended to at a time.
 
     Attributes:
-        use_prior: False leaves the document prior out of attention, to measure what it contributes.
-        use_recency: False leaves the recency term out of the prior, for the same purpose.
-        quantizer: how a bank with rows `pq` keeps the memory tokens that the network reads; None if none was fitted.
+        use_prior: False leaves the document prior out of attention, to measure its effect.
+        use_recency: False leaves the recency term out of the prior, to measure its effect.
+        quantizer: codebooks for memory tokens in banks with rows `pq`; None if none were fitted.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class AggregationNetwork(nn.Module):
         super().__init__()
         self.lexical_vectors = lexical_vectors
         self.chunk_rows = chunk_rows
-        self.bank_norm = nn.LayerNorm(width)  # one for all blocks: they look at the same bank
+        self.bank_norm = nn.LayerNorm(width)  # one for all blocks: they attend to the same bank
         self.blocks = nn.ModuleList(
             CrossAttentionBlock(
                 width,
@@ -108,21 +108,21 @@ class AggregationNetwork(nn.Module):
 
     @property
     def summary_width(self) -> int:
-        """Numbers of a row's summary (`summaries`); 0 without a document prior."""
+        """Width of a row's summary (`summaries`); 0 without a document prior."""
         if self.prior is None:
             return 0
         heads = sum(block.heads for block in self.blocks if isinstance(block, CrossAttentionBlock))
         return self.prior.key.out_features + heads
 
     def summaries(self, phi: MemoryTokens, keys: Iterable[Tensor] | None = None) -> Tensor:
-        """What tells which rows can matter to a question without reading them, `[K, summary_width]`.
+        """Summaries that tell which rows can matter to a question without reading the rows, `[K, summary_width]`.
 
-        It is the row's key of the document prior, without its lexical part, and for each block and head the largest
-        norm of the row's keys.
+        A summary holds the row's key of the document prior, without its lexical part, and for each block and head the
+        largest norm of the row's keys.
 
         Args:
             phi: K rows.
-            keys: their keys `[H, K, T, d]` for each block, where they are known.
+            keys: their keys `[H, K, T, d]` for each block, if they are known; None computes them.
         """
         if self.prior is None:
             return phi.tokens.new_empty(len(phi), 0)
@@ -134,21 +134,21 @@ class AggregationNetwork(nn.Module):
 
     @property
     def recency_in_use(self) -> RecencyTerm | None:
-        """The recency term, if it is part of attention."""
+        """The recency term, if attention uses it; otherwise None."""
         return self.recency if self.use_prior and self.use_recency else None
 
     @property
     def slots_in_use(self) -> MemorySlots | None:
-        """The slots, if the document prior tells them apart. Without the prior all see the same; one stands for all."""
+        """The slots, if the document prior is in use; otherwise None, since all slots would then see the same."""
         return self.slots if self.use_prior else None
 
     def with_recency(self, scores: Tensor, keys: Tensor, dates: Tensor, asked: Tensor | None) -> Tensor:
-        """The document prior's scores `[B, K]` with the recency term; as they are, where it is not in use.
+        """The document prior's scores `[B, K]` with the recency term; unchanged if the term is not in use.
 
         Args:
             scores: the prior's scores.
             keys: the prior's keys, `[K, d_prior]`.
-            dates: `[K]`, when the documents count.
+            dates: `[K]`, the documents' dates.
             asked: `[B]`, see `RecencyTerm.penalties`.
         """
         if self.prior is None or self.recency_in_use is None:
@@ -161,7 +161,7 @@ class AggregationNetwork(nn.Module):
         """The document prior's score `s(x, d)` for every question and row, `[B, K]`.
 
         Raises:
-            ValueError: when the network has no document prior.
+            ValueError: if the network has no document prior.
         """
         if self.prior is None:
             raise ValueError("this aggregation network has no document prior")
@@ -182,22 +182,22 @@ class AggregationNetwork(nn.Module):
         """Aggregates the bank for each question.
 
         Args:
-            question: B questions as the input encoder encodes them; their tokens are the first query.
+            question: B questions, encoded by the input encoder; their tokens are the first queries.
             bank: K rows.
             mask: `[B, K]`, True where a question may see a row; every question must see at least one.
-            scores: `[B, K]`, the document prior's scores where they are known; None compares question and prior keys,
-                and has the recency term, if the bank knows its dates.
+            scores: `[B, K]`, the document prior's scores, if known; None computes them from question and prior keys,
+                with the recency term if the bank has dates.
             asked: `[B]`, see `RecencyTerm.penalties`.
             attention: the strategy.
-            look: looks at slots alone, if the network has a `reading_cutoff`.
-            mass: True computes the attention mass, too.
+            look: looks at single slots, if the network has a `reading_cutoff`.
+            mass: True also computes the attention mass.
 
         Returns:
-            phi* `[B, T, D]`, with slots `[B, S T, D]`; and the last block's attention mass on each row `[B, K]`, of all
-            slots by their shares of the prior, or None without `mass`.
+            phi* `[B, T, D]`, with slots `[B, S T, D]`; and the last block's attention mass on each row `[B, K]`,
+            averaged over slots by their shares of the prior, or None without `mass`.
 
         Raises:
-            ValueError: when the document prior is in use, and the view has neither prior keys nor scores.
+            ValueError: if the document prior is in use, but there are neither scores nor prior keys.
         """
         queries = None if scores is not None else self.prior_queries(question)
         attended_bank = AttendedBank(
@@ -208,7 +208,7 @@ class AggregationNetwork(nn.Module):
 
     @staticmethod
     def _attending(attended_bank: AttendedBank, attention: BankAttention) -> Attend:
-        """How a network attends to a bank."""
+        """The function through which the blocks attend to a bank."""
 
         def attend(number: int, mass: bool, query: Tensor) -> tuple[Tensor, Tensor | None]:
             chunks, rows, floor = attended_bank.chunks(number, query)
@@ -218,12 +218,12 @@ class AggregationNetwork(nn.Module):
         return attend
 
     def _mean_prior_weight(self) -> Tensor:
-        """How the blocks' heads weigh the document prior, on average."""
+        """Mean weight of the document prior over all heads of all blocks."""
         blocks = (block for block in self.blocks if isinstance(block, CrossAttentionBlock))
         return torch.stack([weights for block in blocks if (weights := block.prior_weights) is not None]).mean()
 
     def _through_blocks(self, tokens: Tensor, attend: Attend, mass: bool) -> tuple[Tensor, Tensor | None]:
-        """Tokens `[B, T, D]` behind all blocks, and the last one's attention mass, or None without `mass`."""
+        """Tokens `[B, T, D]` after all blocks, and the last block's attention mass, or None without `mass`."""
         shares = None
         for number, block in enumerate(self.blocks):
             tokens, shares = block(tokens, partial(attend, number, mass and number == len(self.blocks) - 1))
@@ -232,7 +232,7 @@ class AggregationNetwork(nn.Module):
     def _side_by_side(
         self, slots: MemorySlots, first: FirstRows, phi: Tensor, mass: Tensor | None, look: Look | None
     ) -> tuple[Tensor, Tensor | None]:
-        """phi* and the attention mass of questions from those of their slots."""
+        """Combines phi* and attention mass of the slots to those of the questions."""
         ranked, order = slots.looked_at(slots.ranked(first), phi, look)
         if order is not None:
             places = (order + slots.count * torch.arange(len(order), device=order.device)[:, None]).flatten()
@@ -243,7 +243,7 @@ class AggregationNetwork(nn.Module):
         return slots.marked(phi, ranked), mass
 
     def prior_queries(self, question: MemoryTokens) -> Tensor | None:
-        """What the document prior compares with its keys, `[B, d_prior]`; None if it is not in use."""
+        """Queries that the document prior compares with its keys, `[B, d_prior]`; None if it is not in use."""
         return None if self.prior is None or not self.use_prior else self.prior.queries(question)
 
     def aggregate(
@@ -258,9 +258,9 @@ class AggregationNetwork(nn.Module):
         """As `forward`, for a bank that only `attend` reaches.
 
         Args:
-            question, look, mass: as `forward` takes them.
-            attend: attends; with `first`, each question is S of the queries, one after another.
-            first: what the prior ranks first in all of the bank; None without slots in use.
+            question, look, mass: as for `forward`.
+            attend: attends to the bank; with `first`, each question has S consecutive queries.
+            first: the rows that the prior ranks first in the whole bank; None if no slots are in use.
         """
         tokens = question.tokens
         if self.slots is not None and first is not None:

@@ -1,8 +1,8 @@
 """The amortization network g_amort and the input encoder g_input: a text becomes T memory tokens, in four designs.
 
-The backbone is any transformers model as it is. T learned vectors are its input or attend to its output, and one
+The backbone is any unchanged transformers model. T learned vectors are its input or attend to its output, and one
 two-layer MLP for each of them maps the backbone's width to D (appendix A). Padding is masked everywhere and takes up no
-position, so a text has the same memory tokens whatever it is batched with.
+position, so a text has the same memory tokens in any batch.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from mac_rag.nn.unpadded_bert import Reading, last_states
 class ResidualLinear(nn.Module):
     """`x + W x`, where W starts at zero: a map that starts as the identity.
 
-    W is kept apart from the identity, beside whose ones its small weights would be lost when they are rounded.
+    W is stored apart from the identity: added to its ones, the small weights would be lost in rounding.
 
     Args:
         width: width of x.
@@ -40,8 +40,8 @@ class ResidualLinear(nn.Module):
         return states + added
 
 
-# How a pooling encoder starts: the standard deviation of a memory token's attention, in stretches; and the scale of its
-# MLPs, beside their skip connection.
+# Initial values of a pooling encoder: the standard deviation of a memory token's attention, in stretches; and the scale
+# of its MLPs relative to their skip connection.
 _REACH, _MLP_SCALE = 0.5, 0.1
 _LEAST_SALIENCE = 1e-4
 
@@ -53,7 +53,7 @@ class TokenMLPs(nn.Module):
         tokens: T.
         width_in: the backbone's width.
         width_out: D.
-        inner_width: width of the hidden layer; None for the backbone's.
+        inner_width: width of the hidden layer; None for the backbone's width.
     """
 
     def __init__(self, tokens: int, width_in: int, width_out: int, inner_width: int | None = None) -> None:
@@ -77,21 +77,21 @@ class TokenMLPs(nn.Module):
 
 
 class AmortizationNetwork(nn.Module):
-    """A backbone, T learned input vectors and T MLPs. Subclasses say how the vectors meet the text.
+    """A backbone, T learned input vectors and T MLPs. Subclasses define how the vectors read the text.
 
     Args:
         backbone: a transformers model without a language-modelling head.
         tokens: T.
         width: D.
-        mlp_width: hidden width of the MLPs; None for the backbone's.
-        sentence_encoder: a transformers model of width D, whose mean state of the text is the first of the T tokens;
-            None for none.
-        hashed_bm25: makes R lexical vectors of the text; None for none.
+        mlp_width: hidden width of the MLPs; None for the backbone's width.
+        sentence_encoder: a transformers model of width D; its mean state of the text is the first of the T tokens. None
+            without one.
+        hashed_bm25: makes R lexical vectors of the text; None without them.
 
     Attributes:
-        years: makes one more lexical vector, of the years that the text names; None for none.
-        encodes_questions: True if the texts are questions, whose own words have length 1 in lexical vectors.
-        normalises: True if memory tokens, but for a sentence encoder's, have a mean of 0 and a variance of 1.
+        years: makes one more lexical vector, of the years that the text names; None without it.
+        encodes_questions: True if the texts are questions; their lexical vectors (without years) have length 1 in all.
+        normalises: True if memory tokens, except a sentence encoder's, have a mean of 0 and a variance of 1.
     """
 
     normalises = False
@@ -117,7 +117,7 @@ class AmortizationNetwork(nn.Module):
         self.mlps = TokenMLPs(learned, backbone_width, width, mlp_width)
 
     def initial_scale(self) -> float:
-        """Standard deviation of the learned vectors at their start: that of the token embeddings beside them."""
+        """Initial standard deviation of the learned vectors: that of the token embeddings, which they stand beside."""
         weight = self.backbone.get_input_embeddings().weight
         return 1.0 if weight.is_meta else float(weight.detach().float().std())
 
@@ -132,7 +132,7 @@ class AmortizationNetwork(nn.Module):
         Args:
             input_ids: `[K, L]`, padded on the right.
             attention_mask: `[K, L]`, 1 for tokens and 0 for padding.
-            read: how encoders that read the text alone compute their states.
+            read: computes the states of encoders that read the text without the learned vectors.
 
         Returns:
             Memory tokens of K texts.
@@ -142,7 +142,7 @@ class AmortizationNetwork(nn.Module):
     def memory_tokens(
         self, states: Tensor, input_ids: Tensor, attention_mask: Tensor, read: Reading = last_states
     ) -> MemoryTokens:
-        """Memory tokens of K texts whose `states` are known; the other arguments are those of `forward`."""
+        """Memory tokens of K texts from their `states`; other arguments as for `forward`."""
         tokens: Tensor = self.mlps(states.to(self.queries.dtype))
         if self.normalises:
             tokens = functional.layer_norm(tokens, tokens.shape[-1:])
@@ -166,7 +166,7 @@ class AmortizationNetwork(nn.Module):
         return torch.cat([vectors, years[:, None].to(vectors.dtype)], 1)
 
     def sentence_token(self, input_ids: Tensor, attention_mask: Tensor, read: Reading = last_states) -> Tensor:
-        """The mean state of each text in the sentence encoder, `[K, 1, D]`; with gradients, where that is trained."""
+        """The sentence encoder's mean state of each text, `[K, 1, D]`; with gradients if that encoder is trained."""
         text = read(self.sentence_encoder, input_ids, attention_mask)
         shares = attention_mask[..., None] / attention_mask.sum(1)[:, None, None]
         return (text * shares).sum(1, keepdim=True)
@@ -185,10 +185,10 @@ class EncoderDecoder(AmortizationNetwork):
     """T5, with the learned vectors as its decoder's input: the paper's default."""
 
     def initial_scale(self) -> float:
-        return 0.02  # as published; in the decoder they stand alone
+        return 0.02  # as published; in the decoder there are no embeddings beside them
 
     def states(self, input_ids: Tensor, attention_mask: Tensor, read: Reading = last_states) -> Tensor:
-        # A quantised encoder is frozen and may be bf16, while its decoder is trained in fp32.
+        # A quantised encoder is frozen and may be bf16, but its decoder is trained in fp32.
         dtype = widest_dtype(self.backbone.get_decoder())
         encoded = self.backbone.get_encoder()(input_ids=input_ids, attention_mask=attention_mask).last_hidden_state
         output = self.backbone(
@@ -202,9 +202,9 @@ class EncoderDecoder(AmortizationNetwork):
 
 
 class EncoderOnly(AmortizationNetwork):
-    """A bidirectional encoder with the learned vectors in front of the text.
+    """A bidirectional encoder with the learned vectors before the text.
 
-    In front, because there their positions do not depend on the length of the text or its padding.
+    There, their positions do not depend on the length of the text or its padding.
     """
 
     def states(self, input_ids: Tensor, attention_mask: Tensor, read: Reading = last_states) -> Tensor:
@@ -220,11 +220,11 @@ class EncoderOnly(AmortizationNetwork):
 class EncoderPooling(AmortizationNetwork):
     """A bidirectional encoder that reads the text alone, and one layer of attention from the learned vectors to it.
 
-    The cross-attention is that of T5's decoder or of Lee et al. (2019, "Set Transformer"), but each memory token has a
-    stretch of the text of its own: the logits get the log of a normal density around the stretch, as wide as the head
-    has learned. So a memory token starts as the mean of the states of a few words, which an LM can read, and the mean
-    of all memory tokens starts as the vector by which sentence encoders compare texts. A word's room is its learned
-    salience: a name or a number may have a memory token to itself where other words share one.
+    The cross-attention is that of T5's decoder or of Lee et al. (2019, "Set Transformer"), but each memory token has
+    its own stretch of the text: the log of a normal density around the stretch, whose width each head learns, is added
+    to the logits. So a memory token starts as the mean of the states of a few words, which an LM can read, and the mean
+    of all memory tokens starts as the vector by which sentence encoders compare texts. A word's share of the stretches
+    is its learned salience: a name or a number may have a memory token to itself while other words share one.
     """
 
     def __init__(
@@ -248,13 +248,13 @@ class EncoderPooling(AmortizationNetwork):
             self.salience.weight.zero_()
 
     def initial_scale(self) -> float:
-        return 0.0  # training finds what a memory token looks for within its stretch
+        return 0.0  # training learns what a memory token attends to within its stretch
 
     def states(self, input_ids: Tensor, attention_mask: Tensor, read: Reading = last_states) -> Tensor:
         return self.pooled(self.text_states(input_ids, attention_mask, read), attention_mask)
 
     def pooled(self, text: Tensor, attention_mask: Tensor) -> Tensor:
-        """The result of `states` for texts whose `text_states` are known, `[K, L, backbone width]`."""
+        """The result of `states` from the texts' `text_states`, `[K, L, backbone width]`."""
         query, key, value = (
             x.unflatten(-1, (self.heads, -1)).transpose(1, 2)
             for x in (self.queries.expand(len(text), -1, -1), self.to_key(self.norm(text)), self.to_value(text))
@@ -270,7 +270,7 @@ class EncoderPooling(AmortizationNetwork):
         return read(self.backbone, input_ids, attention_mask).to(self.queries.dtype)
 
     def places(self, text: Tensor, attention_mask: Tensor) -> Tensor:
-        """Added to the logits, `[K, H, T, L]`: each word's log salience, and its distance from each token's stretch."""
+        """Bias of the logits, `[K, H, T, L]`: each word's log salience and its distance from each token's stretch."""
         room = functional.softplus(self.salience(text).squeeze(-1).float()) * attention_mask
         words = (room.cumsum(1) - 0.5 * room) / room.sum(1, keepdim=True)  # in (0, 1)
         count = len(self.queries)
@@ -282,7 +282,7 @@ class EncoderPooling(AmortizationNetwork):
 
 
 class DecoderOnly(AmortizationNetwork):
-    """A causal LM with the learned vectors behind the text; position numbers skip the padding between them."""
+    """A causal LM with the learned vectors after the text; position numbers skip the padding between them."""
 
     def states(self, input_ids: Tensor, attention_mask: Tensor, read: Reading = last_states) -> Tensor:
         embedded, queries = self._embedded(input_ids)

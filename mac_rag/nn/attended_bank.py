@@ -1,4 +1,4 @@
-"""A bank as an aggregation network's blocks attend to it for some questions: which rows, and what is added to them."""
+"""A bank as an aggregation network's blocks attend to it for some questions: which rows, and with which bias."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from mac_rag.nn.cross_attention import CrossAttentionBlock
 from mac_rag.nn.memory_slots import FirstRows, MemorySlots
 from mac_rag.nn.prior import Candidates, DocumentPrior, PriorKeys, RankedFirst, RecencyTerm
 
-# Rows that can matter to a batch of questions, of which keys and values are gathered at a time.
+# Number of needed rows whose keys and values are gathered at a time.
 _GATHERED = 256
 
 
 class Attends(Protocol):
-    """What of an aggregation network tells how it attends to a bank."""
+    """The parts of an aggregation network that determine how it attends to a bank."""
 
     blocks: nn.ModuleList
     prior: DocumentPrior | None
@@ -29,33 +29,33 @@ class Attends(Protocol):
 
     @property
     def slots_in_use(self) -> MemorySlots | None:
-        """The slots, if the document prior tells them apart."""
+        """The slots, if the document prior is in use; otherwise None."""
 
     @property
     def recency_in_use(self) -> RecencyTerm | None:
-        """The recency term, if it is part of attention."""
+        """The recency term, if attention uses it; otherwise None."""
 
 
 class AttendedBank:
     """A bank as the blocks attend to it for B questions.
 
-    It knows what is added to the logits, which is document prior and mask; and which rows can
-    matter with it. With slots in use, each question is S of the queries, one after another.
+    It computes the bias of the logits, document prior and mask, and which rows can matter given the bias. With slots in
+    use, each question has S consecutive queries.
 
     Args:
         network: the aggregation network.
         bank: K rows.
         queries: `[B, d_prior]`, see `AggregationNetwork.prior_queries`; None without a prior, or with `scores`.
-        mask, scores, asked: as `AggregationNetwork.forward` takes them.
-        dtype: dtype of what is added to the logits.
+        mask, scores, asked: as for `AggregationNetwork.forward`.
+        dtype: dtype of the bias.
 
     Attributes:
-        among: the recency term's candidates of all of the bank, if `bank` is a part of it; set it before anything is
-            attended to. None if the bank is all.
-        first_of_all: what the prior ranks first in all of the bank, likewise.
+        among: the recency term's candidates in the whole bank, if `bank` is a part of it; set it before anything is
+            attended to. None if `bank` is the whole bank.
+        first_of_all: the rows that the prior ranks first in the whole bank; as `among`.
 
     Raises:
-        ValueError: for rows without prior keys where there are queries.
+        ValueError: for queries, but rows without prior keys.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class AttendedBank:
         self.dtype = dtype
 
     def floor(self, number: int, query: Tensor) -> Tensor | None:
-        """A lower bound `[B, H, S]` of the largest logits of queries `[B, H, S, d]`; None if it is of no use."""
+        """A lower bound `[B, H, S]` of the largest logits of queries `[B, H, S, d]`; None if a bound would not help."""
         block = self.blocks[number]
         best = self._best(number, block)
         if best is None or best.bias is None:
@@ -95,16 +95,16 @@ class AttendedBank:
     def chunks(
         self, number: int, query: Tensor, *, floor: Tensor | None = None
     ) -> tuple[Iterator[Chunk], Tensor | None, Tensor | None]:
-        """What the queries `[B, H, S, d]` of a block attend to.
+        """The rows that a block's queries `[B, H, S, d]` attend to.
 
         Args:
-            number: number of the block.
+            number: index of the block.
             query: its queries.
-            floor: a lower bound `[B, H, S]` of their largest logits, where more rows than these are known; None for
-                that of these rows.
+            floor: a lower bound `[B, H, S]` of their largest logits over more rows than these; None computes the bound
+                from these rows.
 
         Returns:
-            The chunks; the numbers of their rows, ascending, or None for all of the bank; and the bound.
+            The chunks; the indices of their rows, ascending, or None for the whole bank; and the bound.
         """
         block = self.blocks[number]
         if floor is None:
@@ -127,13 +127,13 @@ class AttendedBank:
         return self._all(number, block, query, longest), None, floor
 
     def of_all_rows(self, number: int, mass: Tensor, rows: Tensor | None, floor: Tensor | None) -> Tensor:
-        """The attention mass on all rows `[B, K]` from that on those that `chunks` gave for a block.
+        """The attention mass on all rows `[B, K]`, from the mass on the rows of a block's `chunks`.
 
-        The others have none that floating point could tell. They get what is sure to be next to nothing, and as the
-        document prior ranks them: users ask for more documents than matter.
+        The mass on all other rows is below rounding. They get values that are surely negligible but in the order of the
+        document prior, because users ask for more documents than matter.
 
         Args:
-            number: number of the block.
+            number: index of the block.
             mass: `[B, n]`, the mass on the rows of the chunks.
             rows, floor: as `chunks` returned them.
         """
@@ -142,7 +142,7 @@ class AttendedBank:
         assert is_bounded(self.bank)
         weights, whole = self.blocks[number].prior_weights, torch.zeros_like(self._scores)
         assert weights is not None
-        # As if their keys were zero. No logit of theirs is near the bound, and the bound is none that is too high.
+        # As if their keys were zero. Their logits are far below the bound, and the bound is never too high.
         faint = floor.neg().logsumexp(-1) + math.log(self.bank.row_tokens / floor.shape[-1])  # [B, H]
         for head, weight in enumerate(weights):
             whole += (weight * self._scores + faint[:, head, None]).exp() / len(weights)
@@ -157,8 +157,8 @@ class AttendedBank:
         longest: Tensor,
         needed: Tensor,
     ) -> Iterator[Chunk]:
-        """The rows with some numbers as a block sees them."""
-        for index in needed.split(_GATHERED) if len(needed) else ():  # none, where others hold what matters
+        """The rows with the indices `needed` as a block sees them."""
+        for index in needed.split(_GATHERED) if len(needed) else ():  # none if all rows that matter are elsewhere
             keys, values = bank.rows(number, index.cpu())
             yield Chunk(keys, values, self._bias(block, query, index), longest[:, index])
 
@@ -171,17 +171,17 @@ class AttendedBank:
             yield Chunk(keys, values, self._bias(block, query, rows), None if longest is None else longest[:, rows])
 
     def _best(self, number: int, block: CrossAttentionBlock) -> Chunk | None:
-        """The row with the highest document prior for each question, as a block sees it; None where it is of no use.
+        """The row with the highest document prior for each question, as a block sees it; None if it would not help.
 
-        It tells early which others cannot matter. A GPU has attended to all rows before it would know, unless their
-        keys and values are not there yet.
+        It tells early which other rows cannot matter. A GPU attends to all rows faster than it would find out, unless
+        their keys and values have yet to be computed.
         """
         if self.queries is None or torch.is_grad_enabled():
             return None
         if not is_view(self.bank) or not self.bank.documents:
             return None
         if self.slots is not None and isinstance(self.prior_keys, Tensor) and self.prior_keys.ndim == 3:
-            return None  # each question has rows of its own, and they are few
+            return None  # each question has its own rows, and they are few
         if self.queries.device.type != "cpu" and not (is_bounded(self.bank) and not self.bank.cached):
             return None
         score, index = self._scores.max(1)
@@ -190,7 +190,7 @@ class AttendedBank:
 
     @cached_property
     def scores(self) -> Tensor:
-        """The document prior's scores of all rows `[B, K]`; `-inf` for those that a question may not see."""
+        """The document prior's scores of all rows `[B, K]`; `-inf` for rows that a question may not see."""
         scores, first = self._by_text, self._ranked_first
         if self.recency is None or self.prior is None or first is None:
             return scores
@@ -205,7 +205,7 @@ class AttendedBank:
 
     @property
     def first(self) -> FirstRows | None:
-        """What the prior ranks first, of all of the bank once that is known; None without slots, or without prior."""
+        """The rows that the prior ranks first, in the whole bank if known; None without slots or without a prior."""
         return self._own_first if self.first_of_all is None else self.first_of_all
 
     @cached_property
@@ -219,7 +219,7 @@ class AttendedBank:
             return None
         width = self.prior.key.out_features
         summaries = keys.dense if isinstance(keys, PriorKeys) else keys[..., :width]
-        if not len(dates):  # of one process of several; its keys have no width
+        if not len(dates):  # one of several processes may have no rows; then its keys have no width
             summaries = summaries.new_empty(0, width)
         return RankedFirst.among(self._by_text, summaries, dates)
 
@@ -237,7 +237,7 @@ class AttendedBank:
 
     @cached_property
     def _scores(self) -> Tensor:
-        """The scores as the queries see them: those of each slot, where there are slots."""
+        """The scores for each query: with slots, those of each slot."""
         if self.first is None or self.slots is None:
             return self.scores
         return self.slots.scores(self.scores, self.first)

@@ -1,8 +1,8 @@
 """Attention to a memory bank. Every strategy is a `BankAttention`; direct attention is the oracle for the others.
 
-Attention over a part of the bank is kept as three numbers for each query token: the largest logit, the sum of the
-weights relative to it, and the values summed under these weights (`Partial`). Two parts merge exactly, so the bank may
-come in chunks, and from several processes.
+Attention over a part of the bank is described, for each query token, by the largest logit, the sum of the weights
+relative to it, and the values summed under these weights (`Partial`). Two parts merge exactly, so the bank may come in
+chunks, and from several processes.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-# Logits that streaming attention holds at once: as many as a CPU's cache takes, or enough to keep a GPU busy.
+# Number of logits that streaming attention holds at once: as many as fit a CPU's cache, or enough to keep a GPU busy.
 _LOGITS = {"cpu": 1 << 20, "other": 1 << 24}
 # The same for attention recomputed for its gradients: fewer and larger pieces, because each is an autograd node.
 _RECOMPUTED = {"cpu": 1 << 22, "other": 1 << 26}
-# Query vectors of all heads in one product with keys; more questions go group by group.
+# Number of query vectors, of all heads, in one product with keys; more questions are processed group by group.
 _QUERIES = 1 << 15
 
 
@@ -32,10 +32,10 @@ class Chunk:
     A row is the memory tokens `[T, D]` of one document, or of one part of a long one.
 
     Attributes:
-        keys, values: `[H, k, T, d]` for all questions, or `[G, H, k, T, d]` where each run of B / G questions has rows
-            of its own; with G = B, each question has.
+        keys, values: `[H, k, T, d]` for all questions, or `[G, H, k, T, d]` if each run of B / G questions has its own
+            rows; with G = B, each question has its own.
         bias: `[B, H, k]`, added to the logits of all T tokens of a row; `-inf` hides the row. None for no bias.
-        longest: `[H, k]` or `[G, H, k]`, the largest norm of each row's keys; None where it is not known.
+        longest: `[H, k]` or `[G, H, k]`, the largest norm of each row's keys; None if unknown.
     """
 
     keys: Tensor
@@ -55,13 +55,13 @@ class BankAttention(Protocol):
         Args:
             query: `[B, H, S, d]`, S query tokens of each question, already scaled.
             chunks: the bank; each question sees at least one row.
-            floor: `[B, H, S]`, a lower bound of the largest logit; rows that cannot matter beside it may be skipped.
-            mass: True computes the attention mass, too.
+            floor: `[B, H, S]`, a lower bound of the largest logit; rows that cannot matter given it may be skipped.
+            mass: True also computes the attention mass.
 
         Returns:
-            The attended values `[B, H, S, d]`; and the attention mass of each row `[B, K]`, or None without `mass`. It
-            is the softmax weights summed over a row's tokens and averaged over heads and query tokens, so that each
-            question's sum to 1.
+            The attended values `[B, H, S, d]`; and the attention mass of each row `[B, K]`, or None without `mass`. A
+            row's mass is its softmax weights summed over its tokens and averaged over heads and query tokens, so that
+            the masses of each question sum to 1.
         """
 
 
@@ -70,7 +70,7 @@ class Partial:
     """Attention over a part of the bank, to be merged with attention over the rest.
 
     Attributes:
-        maximum: `[B, H, S, 1]`, the largest logit, or any number near it; finite even where all rows are hidden.
+        maximum: `[B, H, S, 1]`, the largest logit, or any number near it; finite even if all rows are hidden.
         total: `[B, H, S, 1]`, the sum of `exp(logit - maximum)`.
         weighted: `[B, H, S, d]`, the values summed under these weights.
         row_lse: `[B, H, S, k]`, the log-sum-exp of each row's logits, for consecutive rows; None without mass.
@@ -83,7 +83,7 @@ class Partial:
 
     @property
     def attended(self) -> Tensor:
-        """`[B, H, S, d]`; zero where no row is seen."""
+        """Attended values `[B, H, S, d]`; zero where no row is seen."""
         return self.weighted / self.total.clamp(min=torch.finfo(self.total.dtype).tiny)
 
     @property
@@ -93,16 +93,16 @@ class Partial:
 
     @property
     def packed(self) -> Tensor:
-        """All but `row_lse` in one tensor `[B, H, S, d + 2]`, to be sent to another process."""
+        """Everything except `row_lse` in one tensor `[B, H, S, d + 2]`, to be sent to another process."""
         return torch.cat([self.weighted, self.total, self.maximum], -1)
 
     @classmethod
     def unpacked(cls, packed: Tensor) -> Partial:
-        """The partial that was `packed`; it merges, but has no mass."""
+        """The partial from its `packed` tensor; it can be merged, but has no mass."""
         return cls(packed[..., -1:], packed[..., -2:-1], packed[..., :-2], None)
 
     def merged(self, other: Partial) -> Partial:
-        """Attention over both parts; the other's rows stand behind this one's."""
+        """Attention over both parts; the other's rows come after this one's."""
         maximum = torch.maximum(self.maximum, other.maximum)
         ours, theirs = (self.maximum - maximum).exp(), (other.maximum - maximum).exp()
         return Partial(
@@ -126,7 +126,7 @@ class Partial:
 def direct_attention(
     query: Tensor, chunks: Iterable[Chunk], *, floor: Tensor | None = None, mass: bool = False
 ) -> tuple[Tensor, Tensor | None]:
-    """One softmax over the whole bank, the oracle: memory grows as B * H * S * K * T."""
+    """One softmax over the whole bank, the oracle. Memory grows with B * H * S * K * T."""
     del floor  # no row is skipped
     chunk = _joined(list(chunks), query)
     keys, values = _runs(chunk.keys), _runs(chunk.values)
@@ -145,11 +145,11 @@ def direct_attention(
 def recomputing_attention(
     query: Tensor, chunks: Iterable[Chunk], *, floor: Tensor | None = None, mass: bool = False
 ) -> tuple[Tensor, Tensor | None]:
-    """For training: direct attention of a few questions at a time, computed again in the backward pass.
+    """For training: direct attention of a few questions at a time, recomputed in the backward pass.
 
     Memory does not grow with B. On a CPU this also saves the time of allocating fresh memory.
     """
-    del floor  # training may raise the weight of a row that does not matter yet
+    del floor  # training may raise the weight of a row that does not matter yet, so no row is skipped
     chunk = _joined(list(chunks), query)
     rows, tokens = chunk.keys.shape[-3:-1]
     heads, length = query.shape[1:3]
@@ -170,10 +170,10 @@ def recomputing_attention(
 def streaming_attention(
     query: Tensor, chunks: Iterable[Chunk], *, floor: Tensor | None = None, mass: bool = False
 ) -> tuple[Tensor, Tensor | None]:
-    """The same as direct attention, computed chunk by chunk: working memory depends neither on K nor on B.
+    """Equals direct attention, but computed chunk by chunk: working memory depends neither on K nor on B.
 
-    With `mass`, the log-sum-exp of each row is kept to the end, `[B, H, S, K]`, T times less than direct attention's
-    weights. Gradients pass through the attended values, not through the mass.
+    With `mass`, the log-sum-exp of each row, `[B, H, S, K]`, is kept to the end; it takes T times less memory than
+    direct attention's weights. Gradients pass through the attended values, not through the mass.
     """
     partial = partial_attention(query, chunks, floor=floor, mass=mass)
     return partial.attended.to(query.dtype), partial.mass(partial.lse.detach()).to(query.dtype) if mass else None
@@ -184,11 +184,11 @@ def partial_attention(
 ) -> Partial:
     """Streaming attention over some rows, to be merged with attention over others.
 
-    Half-precision chunks without bias are attended to in their own precision, as fused kernels do; all others in the
+    Half-precision chunks without bias are computed in their own precision, as fused kernels do; all others in the
     query's precision, and at least in float32.
 
     Args:
-        query, floor, mass: as `BankAttention` has them.
+        query, floor, mass: as for `BankAttention`.
         chunks: the rows; there may be none.
     """
     start = replace(_nothing(query), row_lse=() if mass else None)
@@ -196,7 +196,7 @@ def partial_attention(
 
 
 def _parts(query: Tensor, chunk: Chunk, floor: Tensor | None, mass: bool) -> Iterator[Partial]:
-    """Attention over a chunk: in one part where a fused kernel takes it, else in parts within the budget."""
+    """Attention over a chunk: in one part if a fused kernel takes it, else in parts within the budget."""
     rows, tokens = chunk.keys.shape[-3:-1]
     if not rows:
         return
@@ -223,7 +223,7 @@ def _parts(query: Tensor, chunk: Chunk, floor: Tensor | None, mass: bool) -> Ite
 
 
 def _groups(batch: int, runs: int, most: int) -> list[slice]:
-    """Groups of at most `most` questions: several runs, or part of a run that is too large; the largest comes first."""
+    """Groups of at most `most` questions: several runs each, or parts of a run that is too large; the largest first."""
     run = batch // runs
     if run <= most:
         size = most // run * run
@@ -253,7 +253,7 @@ def _plain(query: Tensor, chunk: Chunk, mass: bool) -> Partial:
     if chunk.bias is not None:
         shaped = logits.unflatten(2, (-1, query.shape[2])).unflatten(-1, (rows, tokens))
         shaped += _shaped_bias(chunk.bias, len(keys))
-    # Bounded, so that a part whose rows are all hidden weighs nothing and is not NaN.
+    # Bounded, so that a part whose rows are all hidden has weight 0 and not NaN.
     maximum = logits.detach().amax(-1, keepdim=True).clamp(min=torch.finfo(numbers).min)
     weights = logits.sub_(maximum).exp_()
     weighted, row_lse = weights @ values.flatten(2, 3), None
@@ -266,13 +266,13 @@ def _plain(query: Tensor, chunk: Chunk, mass: bool) -> Partial:
 
 
 def _shaped_bias(bias: Tensor, runs: int) -> Tensor:
-    """`[B, H, k] -> [G, H, B / G, 1, k, 1]`, as it is added to logits `[G, H, B / G, S, k, T]`."""
+    """`[B, H, k] -> [G, H, B / G, 1, k, 1]`, to be added to logits `[G, H, B / G, S, k, T]`."""
     shaped: Tensor = bias.unflatten(0, (runs, -1)).transpose(1, 2)[:, :, :, None, :, None]
     return shaped
 
 
 def _fused(query: Tensor, chunk: Chunk) -> Partial | None:
-    """Attention by a fused kernel that returns its log-sum-exp; None where torch has none for these tensors."""
+    """Attention by a fused kernel that returns its log-sum-exp; None if torch has none for these tensors."""
     keys, values = _runs(chunk.keys).flatten(2, 3), _runs(chunk.values).flatten(2, 3)
     if _any_requires_grad(query, keys, values):
         return None
@@ -308,7 +308,7 @@ def _any_requires_grad(*tensors: Tensor) -> bool:
 
 
 def _skipping(query: Tensor, chunk: Chunk, floor: Tensor) -> Partial:
-    """Attention of each question over the rows that can matter to it; over all rows where most can."""
+    """Attention of each question over the rows that can matter to it; over all rows if most can."""
     assert chunk.bias is not None
     longest = longest_keys(chunk.keys) if chunk.longest is None else chunk.longest
     runs = longest if longest.ndim == 3 else longest[None]
@@ -343,7 +343,7 @@ def _fused_with_bias(query: Tensor, chunk: Chunk) -> Partial:
     )
     bias = chunk.bias.to(numbers)[:, :, None, :, None].expand(-1, -1, -1, -1, tokens).flatten(3)  # [B, H, 1, k * T]
     attended, lse = fused_cpu(query.to(numbers), keys, values, bias.expand(-1, -1, query.shape[2], -1))
-    # Where all rows are hidden, the kernel's log-sum-exp is zero and not minus infinity.
+    # If all rows are hidden, the kernel's log-sum-exp is zero and not minus infinity.
     hidden = chunk.bias.isneginf().all(-1)[..., None, None]
     maximum = lse.view(*query.shape[:3], 1).masked_fill(hidden, torch.finfo(numbers).min)
     return Partial(maximum, (~hidden).to(numbers).expand_as(maximum), attended, None)
@@ -373,12 +373,12 @@ def _stacked(groups: list[Partial]) -> Partial:
 
 
 def _runs(rows: Tensor) -> Tensor:
-    """`[G, H, k, T, d]`, with G = 1 for rows that all questions share."""
+    """Rows as `[G, H, k, T, d]`, with G = 1 for rows that all questions share."""
     return rows if rows.ndim == 5 else rows[None]
 
 
 def _folded(query: Tensor, keys: Tensor) -> Tensor:
-    """`[B, H, S, x] -> [G, H, B / G * S, x]`: the questions of a run side by side, so that they share one product."""
+    """`[B, H, S, x] -> [G, H, B / G * S, x]`: joins the questions of a run, so that they share one product."""
     runs = len(keys) if keys.ndim == 5 else 1
     folded: Tensor = query.unflatten(0, (runs, -1)).transpose(1, 2).flatten(2, 3)
     return folded
@@ -416,7 +416,7 @@ def fused_flash(query: Tensor, keys: Tensor, values: Tensor) -> tuple[Tensor, Te
 
 
 def fused_efficient(query: Tensor, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-    """Memory-efficient attention on CUDA; the kernel pads its log-sum-exp, which is cut to Q here."""
+    """Memory-efficient attention on CUDA. The kernel pads its log-sum-exp; the padding is cut off here."""
     attended, lse, *_ = torch.ops.aten._scaled_dot_product_efficient_attention(
         query, keys, values, None, compute_log_sumexp=True, scale=1.0
     )
@@ -425,11 +425,11 @@ def fused_efficient(query: Tensor, keys: Tensor, values: Tensor) -> tuple[Tensor
 
 # Bounds that tell which rows of a bank can matter to a question; attention skips the others.
 #
-# The document prior puts most documents so far below the best one that they weigh nothing in floating point, whatever
-# their keys are. A bound costs one norm for each row, where attention costs T times S products of keys and queries.
+# The document prior puts most documents so far below the best one that their weight rounds to zero whatever their keys
+# are. A bound costs one norm for each row; attention costs T times S products of keys and queries.
 
 
-# Rows whose bounds are computed at a time, for each query of each question.
+# Number of rows whose bounds are computed at a time, for each query of each question.
 _BOUNDED = 1024
 
 
@@ -440,14 +440,14 @@ def longest_keys(keys: Tensor) -> Tensor:
 
 
 def needed_rows(query: Tensor, longest: Tensor, tokens: int, bias: Tensor, floor: Tensor) -> Tensor:
-    """Tells which rows can matter to each question. All others together weigh less than a rounding of its softmax.
+    """Mask of the rows that can matter to each question. All others together weigh less than a rounding error.
 
     By Cauchy and Schwarz, a logit is at most the product of the two norms, plus the bias.
 
     Args:
         query: `[B, H, S, d]`, already scaled.
         longest: `[G, H, k]`, the largest norm of each row's keys, for runs of B / G questions; G is 1 or B.
-        tokens: T, tokens of a row.
+        tokens: T, number of tokens of a row.
         bias: `[B, H, k]`.
         floor: `[B, H, S]`, a lower bound of the largest logit over all rows.
 
@@ -470,21 +470,21 @@ def needed_of_all(
     *,
     longest_of_all: Tensor | None = None,
 ) -> Tensor:
-    """Tells which rows of a whole bank can matter to some question, from one score for each question and row.
+    """Indices of the rows of a whole bank that can matter to at least one question, from one score for each pair.
 
-    The same bound as `needed_rows`, first with the longest key of all rows in the place of each row's, which costs one
-    comparison for each question, head and row; then, for the few rows that are left, with their own, and without the
-    lightest of them. What is left out at either step weighs, all rows together, less than a rounding.
+    Uses the bound of `needed_rows` in two steps: first with the longest key of all rows instead of each row's, which
+    costs one comparison for each question, head and row; then, for the few remaining rows, with their own longest keys,
+    leaving out the lightest. All rows left out in one step weigh together less than the rounding error.
 
     Args:
-        query, tokens, floor: as `needed_rows` takes them.
+        query, tokens, floor: as for `needed_rows`.
         longest: `[H, K]`, the largest norm of each row's keys.
         scores: `[B, K]`, the document prior's scores.
-        weights: `[H]`, how each head weighs them; their product is the bias.
-        longest_of_all: `[H]`, the largest of each head's `longest`, if it is known.
+        weights: `[H]`, each head's weight of the scores; weight times score is the bias.
+        longest_of_all: `[H]`, the largest of each head's `longest`; None computes it.
 
     Returns:
-        Numbers of the rows `[n]`, ascending.
+        Indices of the rows `[n]`, ascending.
     """
     numbers = torch.promote_types(query.dtype, torch.float32)
     norms, rounding = query.to(numbers).norm(dim=-1), torch.finfo(numbers).eps
@@ -495,7 +495,7 @@ def needed_of_all(
     for head, weight in enumerate(weights):
         needed |= (weight * scores > nothing - beside_bias[:, head, None]).any(0)
     index = needed.nonzero()[:, 0]
-    if 2 * len(index) >= scores.shape[1]:  # most rows are read in any case
+    if 2 * len(index) >= scores.shape[1]:  # so many rows are needed that the caller reads all
         return index
     bounds = torch.cat(
         [

@@ -18,7 +18,7 @@ class BankRows(Protocol):
     """Rows of a bank in a fixed order, as the aggregation network attends to them.
 
     A row is the memory tokens of one document, or of one part of a long one. Either all questions see the same rows, or
-    each run of B / G questions has K rows of its own; then the tensors have a leading dimension G.
+    each run of B / G questions has its own K rows; then the tensors have a leading dimension G.
     """
 
     @property
@@ -27,10 +27,10 @@ class BankRows(Protocol):
 
     @property
     def dates(self) -> Tensor | None:
-        """When each row's document counts, int64 `[K]` or `[G, K]` in microseconds since 1970; None if nobody knows."""
+        """Date of each row's document, int64 `[K]` or `[G, K]`, in microseconds since 1970; None if unknown."""
 
     def chunks(self, block: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """Keys and values `[H, k, T, d]` or `[G, H, k, T, d]` of consecutive rows; the same cuts for all blocks."""
+        """Keys and values `[H, k, T, d]` or `[G, H, k, T, d]` of consecutive rows, cut equally for all blocks."""
 
 
 class BankView(BankRows, Protocol):
@@ -38,22 +38,22 @@ class BankView(BankRows, Protocol):
 
     @property
     def documents(self) -> int:
-        """K, the rows that each question sees."""
+        """K, number of rows that each question sees."""
 
     def select(self, index: Tensor) -> BankView:
-        """A view where each question sees N rows of its own, in the order of `index` `[B, N]`."""
+        """A view in which each question sees its own N rows, in the order of `index` `[B, N]`."""
 
 
 class BoundedView(BankView, Protocol):
-    """A bank that bounds what each row can contribute, and gives some rows without the others."""
+    """A bank that bounds what each row can contribute, and can read some rows without the others."""
 
     @property
     def cached(self) -> bool:
-        """True if no key or value is computed twice; False if they are computed whenever they are asked for."""
+        """True if keys and values are computed once; False if they are computed at each access."""
 
     @property
     def row_tokens(self) -> int:
-        """T, the tokens of a row."""
+        """T, number of tokens of a row."""
 
     @property
     def compact_prior_keys(self) -> PriorKeys | None:
@@ -66,10 +66,10 @@ class BoundedView(BankView, Protocol):
         """The largest norm of all keys, `[H]`."""
 
     def rows(self, block: int, index: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values `[H, n, T, d]` of the rows `index` `[n]`, which is on the CPU."""
+        """Keys and values `[H, n, T, d]` of the rows `index` `[n]`, a tensor on the CPU."""
 
 
-# `isinstance` with a protocol would compute each of its properties, prior keys with all their zeros among them.
+# `isinstance` with a protocol would compute each of its properties, even prior keys with all their zeros.
 def is_view(bank: BankRows) -> TypeGuard[BankView]:
     """True if rows can be chosen from a bank."""
     return hasattr(type(bank), "select")
@@ -86,8 +86,8 @@ class BankProjection:
 
     Attributes:
         keys, values: `[H, K, T, d]` or `[G, H, K, T, d]` for each block.
-        prior_keys, dates: as `BankView` has them.
-        chunk_rows: rows of a chunk, which bounds what is computed for each chunk, such as the bias.
+        prior_keys, dates: as in `BankView`.
+        chunk_rows: number of rows of a chunk; bounds the memory of what is computed per chunk, such as the bias.
     """
 
     keys: tuple[Tensor, ...]
@@ -119,10 +119,10 @@ class BankProjection:
 
 
 def prior_keys(bank: BankRows) -> Tensor | PriorKeys:
-    """The rows' keys of the document prior, in the form in which they take least memory.
+    """The rows' keys of the document prior, in the form that takes the least memory.
 
     Raises:
-        ValueError: for rows without them.
+        ValueError: for rows without prior keys.
     """
     keys = bank.compact_prior_keys if is_bounded(bank) else bank.prior_keys
     if keys is None:

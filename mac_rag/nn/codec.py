@@ -1,12 +1,11 @@
 """The codec of an LM's own keys and values: centred and scaled, a PCA over groups of layers, a few bits a component.
 
-A token's keys (before rotation) and values in all layers are thousands of numbers that depend on each other. The codec
-projects those of a group of neighbouring layers onto their principal components, and gives each component 0, 1, 2, 4 or
-8 bits according to its eigenvalue: reverse water-filling (Cover and Thomas, *Elements of Information Theory*, section
-10.3), as KVTC codes the caches of large LMs. A token takes the same number of bytes, whatever it is.
+A token's keys (before rotation) and values in all layers are thousands of correlated numbers. The codec projects those
+of a group of neighbouring layers onto their principal components, and gives each component 0, 1, 2, 4 or 8 bits
+according to its eigenvalue: reverse water-filling (Cover and Thomas, *Elements of Information Theory*, section 10.3),
+as KVTC does for the caches of large LMs. Every token takes the same number of bytes.
 
-`KVCodec` is the fast path. `quantized` is the plain one, component by component in float64, that its test compares it
-with.
+`KVCodec` is the fast path. `quantized` is the plain one, component by component in float64; a test compares the two.
 """
 
 from __future__ import annotations
@@ -20,8 +19,8 @@ from torch import Tensor, nn
 
 from mac_rag.errors import ConfigError
 
-# Step of the uniform quantizer of 2^bits levels that is best for a standard normal variable, and its mean squared error
-# (J. Max, "Quantizing for minimum distortion", 1960); 0 bits leave the variance.
+# Bits -> step of the best uniform quantizer with 2^bits levels for a standard normal variable, and its mean squared
+# error (J. Max, "Quantizing for minimum distortion", 1960). With 0 bits the error is the variance.
 QUANTIZERS = {
     0: (0.0, 1.0),
     1: (1.5958, 0.36338),
@@ -30,17 +29,17 @@ QUANTIZERS = {
     8: (0.030762, 0.00008769),
 }
 _UPGRADES = ((0, 1), (1, 2), (2, 4), (4, 8))
-_LOWEST_SCALE = 1e-6  # of heads that say the same for every token
+_LOWEST_SCALE = 1e-6  # for heads whose numbers are the same for every token
 
 
 class Allocation(NamedTuple):
-    """How the components share a token's bytes; the components are those that have bits, most bits first.
+    """How the components share a token's bytes. Only components with bits are listed, those with most bits first.
 
     Attributes:
-        components: `[n]`, each an index into the `groups * W` components.
+        components: `[n]`, indices into the `groups * W` components.
         bits: `[n]`, 1, 2, 4 or 8.
-        byte: `[n]`, the byte of the code that holds the component.
-        shift: `[n]`, how many bits of that byte are below it.
+        byte: `[n]`, index of the code's byte that holds the component.
+        shift: `[n]`, number of bits below the component in that byte.
         step: `[n]`, the quantizer's step.
         local: for each group, the columns of its basis that have bits.
         to_groups, from_groups: `[n]`, the permutation that sorts the components by group, and its inverse.
@@ -57,9 +56,9 @@ class Allocation(NamedTuple):
 
 
 class KVCodec(nn.Module):
-    """Encodes keys before rotation and values of tokens to a fixed number of bytes a token, and decodes them.
+    """Encodes tokens' keys (before rotation) and values to a fixed number of bytes a token, and decodes them.
 
-    The same codec serves every rate: fewer bytes give fewer components fewer bits. It holds nothing until `fit`.
+    One codec serves every rate: with fewer bytes, fewer components have bits, and fewer each. It is empty until `fit`.
 
     Examples:
         >>> keys_values = torch.randn(2, 2, 1, 500, 4)  # 2 layers, 1 head of 4: 16 numbers a token
@@ -70,10 +69,10 @@ class KVCodec(nn.Module):
         (torch.Size([500, 12]), torch.uint8, torch.Size([2, 2, 1, 500, 4]))
 
     Args:
-        layers: layers of the LM.
-        kv_heads: its heads of keys and values.
+        layers: number of the LM's layers.
+        kv_heads: number of its heads of keys and values.
         head_width: width of a head.
-        group: neighbouring layers with one PCA; it must divide the number of layers.
+        group: number of neighbouring layers that share one PCA; it must divide the number of layers.
 
     Attributes:
         mean: `[groups, W]`, mean of each of the `W = group * 2 * kv_heads * head_width` numbers.
@@ -108,7 +107,7 @@ class KVCodec(nn.Module):
         return bool(self.scale.any())
 
     def fit(self, keys_values: Sequence[Tensor]) -> None:
-        """Fits the codec to tokens, of which it needs many more than `W`.
+        """Fits the codec to tokens; it needs many more of them than `W`.
 
         Args:
             keys_values: keys before rotation and values, `[layers, 2, kv_heads, tokens, head_width]` each.
@@ -118,7 +117,9 @@ class KVCodec(nn.Module):
         """
         count = sum(part.shape[3] for part in keys_values)
         if count < 2:
-            raise ConfigError(f"a codec cannot be fitted to {count} tokens; give it the keys of some thousands")
+            raise ConfigError(
+                f"a codec cannot be fitted to {count} tokens; give it the keys and values of several thousand"
+            )
         total = sum(self._grouped(part).sum(1, dtype=torch.float64) for part in keys_values)
         mean = torch.as_tensor(total) / count
         covariance = self.basis.new_zeros(self.basis.shape, dtype=torch.float64)
@@ -129,7 +130,7 @@ class KVCodec(nn.Module):
         scale = per_head.clamp(min=_LOWEST_SCALE**2).sqrt().repeat_interleave(self._shape[-1], 1)
         covariance /= scale[:, :, None] * scale[:, None, :]
         for group in range(self.groups):
-            # In fp32: float64 takes three times as long, and 8 bits a component see no difference.
+            # In fp32: float64 takes three times as long and makes no difference at 8 bits a component.
             values, vectors = torch.linalg.eigh(covariance[group].float())
             self.eigenvalues[group], self.basis[group] = values.flip(0).clamp(min=0), vectors.flip(1)
         self.mean.copy_(mean)
@@ -137,14 +138,14 @@ class KVCodec(nn.Module):
         self._allocations.clear()
 
     def encode(self, keys_values: Tensor, bytes_per_token: int) -> Tensor:
-        """Codes of tokens.
+        """Encodes tokens.
 
         Args:
             keys_values: keys before rotation and values, `[layers, 2, kv_heads, tokens, head_width]`.
             bytes_per_token: at least 1.
 
         Returns:
-            `[tokens, bytes_per_token]`, bytes.
+            Codes `[tokens, bytes_per_token]`, uint8.
         """
         allocation = self.allocation(bytes_per_token)
         levels = _level(self._values(keys_values, allocation), allocation)
@@ -154,7 +155,7 @@ class KVCodec(nn.Module):
         return codes.to(torch.uint8)
 
     def decode(self, codes: Tensor) -> Tensor:
-        """Keys before rotation and values of codes `[tokens, bytes]`, in fp32: `encode`'s inverse but for rounding.
+        """Keys before rotation and values from codes `[tokens, bytes]`, in fp32: inverts `encode` up to rounding.
 
         Returns:
             `[layers, 2, kv_heads, tokens, head_width]`.
@@ -164,32 +165,32 @@ class KVCodec(nn.Module):
         return self._numbers(_middle(levels, allocation), allocation)
 
     def coded(self, keys_values: Tensor, bytes_per_token: int) -> Tensor:
-        """What `decode` makes of `encode`, with a gradient as if nothing had been rounded (straight-through).
+        """The result of `encode` and then `decode`, with a gradient as if nothing had been rounded (straight-through).
 
-        The gradient of components without bits is zero. Under autocast, products are taken in half precision, which
-        may move a value that lies between two levels to the other one.
+        The gradient of components without bits is zero. Under autocast, products are computed in half precision, which
+        may move a value near the border of two levels to the other level.
 
         Args:
-            keys_values, bytes_per_token: as `encode` takes them.
+            keys_values, bytes_per_token: as for `encode`.
         """
         allocation = self.allocation(bytes_per_token)
         values = self._values(keys_values, allocation)
         rounded = _middle(_level(values, allocation), allocation)
-        return self._numbers(rounded + (values - values.detach()), allocation)  # the sum is `rounded`, to the last bit
+        return self._numbers(rounded + (values - values.detach()), allocation)  # the sum equals `rounded` exactly
 
     def check_rate(self, bytes_per_token: int) -> None:
-        """Refuses a rate that is none.
+        """Refuses an impossible number of bytes per token.
 
         Raises:
-            ConfigError: for fewer than one byte a token, or more than one for each number.
+            ConfigError: for fewer than one byte a token, or more than one byte for each number.
         """
         if not 1 <= bytes_per_token <= self.eigenvalues.numel():
             raise ConfigError(
-                f"{bytes_per_token} bytes a token cannot be had; choose from 1 to {self.eigenvalues.numel():,}"
+                f"bytes per token is {bytes_per_token}; choose a number from 1 to {self.eigenvalues.numel():,}"
             )
 
     def allocation(self, bytes_per_token: int) -> Allocation:
-        """How the components share so many bytes a token.
+        """How the components share `bytes_per_token` bytes.
 
         Raises:
             ConfigError: as `check_rate`.
@@ -203,7 +204,7 @@ class KVCodec(nn.Module):
         bits = shared_bits(self.eigenvalues.flatten(), 8 * bytes_per_token)
         components = torch.argsort(bits, descending=True, stable=True)[: int((bits > 0).sum())]
         bits = bits[components]
-        first = bits.cumsum(0) - bits  # powers of two, the largest first: no component lies in two bytes
+        first = bits.cumsum(0) - bits  # powers of two, the largest first: no component spans two bytes
         groups = components // self.width
         to_groups = torch.argsort(groups, stable=True)
         return Allocation(
@@ -249,7 +250,7 @@ class KVCodec(nn.Module):
 
 
 def _level(values: Tensor, allocation: Allocation) -> Tensor:
-    """The interval that each value of variance one falls into, counted from 0."""
+    """Index, from 0, of the interval that each value (scaled to variance 1) falls into."""
     half = (1 << allocation.bits) // 2
     return torch.minimum((values / allocation.step).floor().int().maximum(-half), half - 1) + half
 
@@ -260,11 +261,11 @@ def _middle(levels: Tensor, allocation: Allocation) -> Tensor:
 
 
 def shared_bits(variances: Tensor, budget: int) -> Tensor:
-    """Shares bits among components of a Gaussian so that their mean squared error is smallest.
+    """Shares bits among the components of a Gaussian so that their mean squared error is smallest.
 
     Each upgrade (0 to 1, 1 to 2, 2 to 4, 4 to 8 bits) lowers the error of a component by its variance times a constant.
-    A later upgrade of the same component gains less a bit than an earlier one, so taking the upgrades in the order of
-    gain a bit is best. When one no longer fits, smaller ones fill what is left.
+    A later upgrade of the same component gains less per bit than an earlier one, so it is best to take the upgrades in
+    the order of gain per bit. If one no longer fits, smaller ones fill the rest.
 
     Examples:
         >>> shared_bits(torch.tensor([100.0, 1.0, 0.0]), 5)
@@ -295,7 +296,7 @@ def shared_bits(variances: Tensor, budget: int) -> Tensor:
 
 
 def quantized(value: float, deviation: float, bits: int) -> tuple[int, float]:
-    """The plain quantizer of one number of a normal variable: its level, counted from 0, and what the level stands for.
+    """The plain quantizer of one value of a normal variable: its level, counted from 0, and the level's value.
 
     Examples:
         >>> quantized(0.9, deviation=2.0, bits=2)

@@ -1,8 +1,7 @@
 """Linear layers that use oneDNN's matrix kernels on a CPU, in fp32 and without gradients.
 
-PyTorch multiplies fp32 matrices by MKL, which makes little of processors that are not Intel's: on an AMD EPYC with
-AVX-512, oneDNN is about twice as fast, also for a single row of a wide layer. The weights stay as
-they are.
+PyTorch multiplies fp32 matrices with MKL, which is slow on processors other than Intel's: on an AMD EPYC with AVX-512,
+oneDNN is about twice as fast, even for a single row of a wide layer. The weights do not change.
 """
 
 from __future__ import annotations
@@ -11,14 +10,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-# Products of a smaller layer are over before oneDNN has begun: multiplications of a product.
+# Multiplications of a product; a smaller one is finished before oneDNN has started.
 _LEAST = 1 << 20
-# Rows from which on fewer are filled up.
+# Number of rows from which on the padding is finer.
 _MANY = 1024
 
 
 class CPULinear(nn.Linear):
-    """`nn.Linear`, which multiplies by oneDNN where it can and where it pays."""
+    """`nn.Linear` that multiplies with oneDNN if it can and if it pays."""
 
     def forward(self, input: Tensor) -> Tensor:
         """`[..., in] -> [..., out]`."""
@@ -35,16 +34,16 @@ class CPULinear(nn.Linear):
 
 
 def onednn_linear(x: Tensor, weight: Tensor, bias: Tensor | None, after: str = "none") -> Tensor:
-    """`W x + b` by oneDNN, `[..., in] -> [..., out]`.
+    """`W x + b` with oneDNN, `[..., in] -> [..., out]`.
 
-    oneDNN makes a kernel of half a MiB for each number of rows that it meets, and keeps a thousand of them. Questions
-    that are answered together have another number of tokens each time, so rows of zeros fill up to one of few numbers.
+    oneDNN compiles a kernel of half a MiB for each number of rows that it sees, and keeps a thousand of them. Batches
+    of questions have another number of tokens each time, so rows of zeros pad them to one of few numbers of rows.
 
     Args:
         x: `[..., in]`, fp32 on the CPU.
-        weight: `[out, in]`, or laid out for oneDNN.
-        bias: `[out]`; None for none.
-        after: what follows: `none` or `gelu`.
+        weight: `[out, in]`, or in oneDNN's layout.
+        bias: `[out]`; None for no bias.
+        after: function applied to the result: `none` or `gelu`.
     """
     rows = x.numel() // max(1, x.shape[-1])
     filled = filled_rows(rows)
@@ -59,9 +58,9 @@ def onednn_linear(x: Tensor, weight: Tensor, bias: Tensor | None, after: str = "
 
 
 def filled_rows(rows: int) -> int:
-    """The least number of at least so many rows that has few significant bits: at most an eighth more.
+    """The smallest number with few significant bits that is at least `rows`: at most an eighth more.
 
-    Beyond a thousand rows it is at most a 32nd more. There a product takes milliseconds, and a batch of questions has a
+    From 1,024 rows on it is at most a 32nd more. There a product takes milliseconds, and a batch of questions has a
     multiple of T rows, so that few of these numbers occur.
     """
     bits = 4 if rows < _MANY else 6
@@ -70,37 +69,37 @@ def filled_rows(rows: int) -> int:
 
 
 def is_supported() -> bool:
-    """True where PyTorch has oneDNN's kernels for this processor."""
+    """True if PyTorch has oneDNN's kernels for this processor."""
     supported: bool = torch.backends.mkldnn.is_available() and torch.cpu._is_avx2_supported()
     return supported
 
 
 def use_onednn(module: nn.Module) -> None:
-    """Makes every `nn.Linear` of a module a `CPULinear`, where it is supported; subclasses stay what they are."""
+    """Turns every `nn.Linear` of a module into a `CPULinear`, if oneDNN is supported; subclasses stay as they are."""
     for layer in module.modules() if is_supported() else ():
         if type(layer) is nn.Linear:
             layer.__class__ = CPULinear
 
 
 class PackedLinear:
-    """`y = W x + b` in fp32, without gradients. Later changes of the weights are not seen.
+    """`y = W x + b` in fp32, without gradients. Later changes of the weights have no effect.
 
-    Where torch has no oneDNN for the processor, it is an ordinary linear layer.
+    If torch has no oneDNN for the processor, it is an ordinary linear layer.
 
     Args:
         weight: W, `[out, in]`, on the CPU.
-        bias: b, `[out]`; None for none.
+        bias: b, `[out]`; None for no bias.
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
-        # Builds for x86 have oneDNN's kernels for these two operators, which torch's own compiler uses.
+        # Builds for x86 have oneDNN's kernels for these two operators, which torch.compile uses.
         self._packed = is_supported()
         weight = weight.detach().contiguous()
         self._weight = torch.ops.mkldnn._reorder_linear_weight(weight) if self._packed else weight
         self._bias = None if bias is None else bias.detach()
 
     def __call__(self, x: Tensor, *, gelu: bool = False) -> Tensor:
-        """`[..., in] -> [..., out]`; with `gelu`, of GELU(y)."""
+        """`[..., in] -> [..., out]`; with `gelu`, returns GELU(y)."""
         if self._packed:
             return onednn_linear(x, self._weight, self._bias, "gelu" if gelu else "none")
         product = functional.linear(x, self._weight, self._bias)

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 
 def weighed(scores: Tensor, weights: Tensor) -> Tensor:
-    """`weights * scores`; `-inf` stays, and has no part in the gradient of the weights: zero times it is no number."""
+    """`weights * scores`. Scores of `-inf` stay, and are left out of the weights' gradient, where 0 * inf is NaN."""
     if not torch.is_grad_enabled():
         return weights * scores
     hidden = scores.isneginf()
@@ -26,8 +26,8 @@ class CrossAttentionBlock(nn.Module):
         feed_forward: width of the hidden layer as a multiple of D.
         prior: True adds a document prior to the logits, times a learned scale for each head.
         prior_sharpness: a further factor on the prior, except in training.
-        readout: True leaves out the residual of the attention: what comes out are memory tokens, not the question's
-            tokens and what they have attended to.
+        readout: True leaves out the residual around the attention: the output consists of memory tokens, without the
+            question's tokens.
     """
 
     def __init__(
@@ -58,8 +58,8 @@ class CrossAttentionBlock(nn.Module):
             nn.Linear(self.hidden_width, width),
         )
         self.prior_scale = nn.Parameter(torch.ones(heads)) if prior else None
-        # An untrained block already aggregates: queries match keys by similarity, and what is attended to passes
-        # through as it is. From a random start, a small network takes long to find this.
+        # An untrained block already aggregates: queries match keys by similarity, and attended memory tokens pass
+        # through unchanged. From a random start, a small network takes long to learn this.
         nn.init.orthogonal_(self.to_query.weight)
         nn.init.orthogonal_(self.to_value.weight)
         with torch.no_grad():
@@ -83,13 +83,13 @@ class CrossAttentionBlock(nn.Module):
         return by_heads
 
     def prior_bias(self, scores: Tensor) -> Tensor | None:
-        """The document prior's scores `[B, k]` as this block's heads weigh them, `[B, H, k]`; None without a prior."""
+        """The document prior's scores `[B, k]` weighted by this block's heads, `[B, H, k]`; None without a prior."""
         scale = self.prior_weights
         return None if scale is None else weighed(scores[:, None], scale[:, None])
 
     @property
     def prior_weights(self) -> Tensor | None:
-        """How each head weighs the document prior's scores, `[H]`; None without a prior."""
+        """Each head's weight of the document prior's scores, `[H]`; None without a prior."""
         if self.prior_scale is None or self.training:
             return self.prior_scale
         return self.prior_sharpness * self.prior_scale
@@ -101,10 +101,10 @@ class CrossAttentionBlock(nn.Module):
 
         Args:
             tokens: `[B, T, D]`.
-            attend: from the block's queries `[B, H, T, d]` to what they attend to in the bank.
+            attend: function from the block's queries `[B, H, T, d]` to attended values and attention mass.
 
         Returns:
-            The new tokens `[B, T, D]`; and the attention mass `[B, K]`, or None where `attend` gives none.
+            The new tokens `[B, T, D]`; and the attention mass `[B, K]`, or None if `attend` returns none.
         """
         query = self.to_query(self.norm(tokens)).unflatten(-1, (self.heads, -1)).transpose(1, 2)
         attended, shares = attend(query * query.shape[-1] ** -0.5)

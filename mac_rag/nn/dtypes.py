@@ -1,4 +1,4 @@
-"""Floating-point types where networks of several types meet: what is trained is fp32, what is frozen may be half."""
+"""Floating-point dtypes of networks used together: trained weights are fp32, frozen ones may be half precision."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ HALF_PRECISION = (torch.float16, torch.bfloat16)
 
 
 def additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
-    """A mask to be added to scores of a type: 0 where `mask` is True, and the type's lowest number elsewhere."""
+    """A mask to be added to scores of a dtype: 0 where `mask` is True, and the dtype's lowest number elsewhere."""
     return torch.zeros_like(mask, dtype=dtype).masked_fill(~mask, torch.finfo(dtype).min)
 
 
 def widest_dtype(module: nn.Module) -> torch.dtype:
-    """The floating-point type that holds every floating-point weight of a module; float16 and bfloat16 give float32.
+    """The dtype that can hold every floating-point weight of a module; float16 and bfloat16 together give float32.
 
     Examples:
         >>> mixed = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).bfloat16())
@@ -28,10 +28,10 @@ def widest_dtype(module: nn.Module) -> torch.dtype:
 
 
 def use_master_weights(module: nn.Module) -> None:
-    """Makes trainable weights in half precision fp32, in place; frozen weights keep their type.
+    """Converts trainable weights in half precision to fp32, in place; frozen weights keep their dtype.
 
     An optimiser's step is often smaller than half the distance between two neighbouring bf16 numbers: added to a bf16
-    weight, it is lost. Call it before the optimiser is made.
+    weight, it is lost. Call this before making the optimiser.
 
     Examples:
         >>> layer = nn.Linear(2, 2).bfloat16()
@@ -45,20 +45,20 @@ def use_master_weights(module: nn.Module) -> None:
 
 
 class SharedEmbedding(nn.Module):
-    """The token embeddings of another network, in the type of the network that borrows them.
+    """The token embeddings of another network, in the dtype of the network that borrows them.
 
-    They stay the other network's: they are no submodule, and borrowing them adds no weights.
+    They still belong to the other network: they are no submodule here, and borrowing them adds no weights.
 
     Args:
         embedding: the other network's embeddings.
-        borrower: the network that reads with them.
+        borrower: the network that uses them.
     """
 
     def __init__(self, embedding: nn.Module, borrower: nn.Module) -> None:
         super().__init__()
         own = borrower.get_input_embeddings()  # type: ignore[operator]
-        self._embedding = [embedding]  # in a list, where PyTorch looks for no submodule
-        # Whatever turns the borrower into another type changes this parameter in place.
+        self._embedding = [embedding]  # in a list, where PyTorch does not look for submodules
+        # Converting the borrower to another dtype changes this parameter in place.
         self._like = [next(p for p in borrower.parameters() if p is not own.weight and p.is_floating_point())]
 
     @property

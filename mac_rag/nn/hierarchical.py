@@ -1,4 +1,4 @@
-"""Hierarchical aggregation, Algorithm 3 of the paper: groups become modulations until a single one remains.
+"""Hierarchical aggregation, Algorithm 3 of the paper: aggregates groups to modulations until a single one remains.
 
 It is an approximation. Streaming attention, the default, needs as little memory and is exact; Algorithm 3 is here to
 reproduce the paper's figures.
@@ -19,7 +19,7 @@ from mac_rag.nn.bank_view import BankProjection, BankRows, BankView
 from mac_rag.nn.cross_attention import CrossAttentionBlock
 from mac_rag.nn.memory_tokens import MemoryTokens
 
-# Numbers in memory at once: rows, their keys and values, and hidden states of the feed-forward networks.
+# Numbers held in memory at once: rows, their keys and values, and hidden states of the feed-forward networks.
 _BUDGET = 1 << 21
 
 
@@ -28,8 +28,8 @@ class _Rows:
     """Consecutive rows of one level.
 
     Attributes:
-        memory: on the first level, keys and values of all blocks one after another, `[G, H, k, T, d]`, G being 1 or B;
-            above it, one tensor of modulations `[B, k, T, D]`. The third dimension from the right counts rows.
+        memory: on the first level, keys and values of all blocks in turn, `[G, H, k, T, d]` each, where G is 1 or B; on
+            higher levels, one tensor of modulations `[B, k, T, D]`. The third dimension from the right counts rows.
         scores: `[B, k]`, the document prior's scores; None without a prior.
     """
 
@@ -46,7 +46,7 @@ class _Rows:
         )
 
     def joined(self, other: _Rows) -> _Rows:
-        """These rows and then the other's."""
+        """These rows followed by the other's."""
         return _Rows(
             tuple(torch.cat(parts, -3) for parts in zip(self.memory, other.memory, strict=True)),
             None if self.scores is None or other.scores is None else torch.cat([self.scores, other.scores], 1),
@@ -66,21 +66,21 @@ def hierarchical(
 
     M counts modulations, that is rows of T tokens. The paper counts tokens; with M below 2 T tokens its loop would not
     end, because a group would hold no more than the modulation that replaces it. A bank of one row is aggregated once,
-    and a bank of at most M rows gives what streaming attention gives.
+    and for a bank of at most M rows the result equals that of streaming attention.
 
-    All levels work at the same time, each on what the level below has finished, so memory grows with the number of
-    levels only. Questions and groups are batched within a constant budget.
+    All levels run at the same time, each on the finished results of the level below, so memory grows only with the
+    number of levels. Questions and groups are batched within a constant budget.
 
-    The document prior keeps its meaning: a modulation's score is the log-sum-exp of its rows' scores, which have the
+    The document prior keeps its meaning: a modulation's score is the log-sum-exp of its rows' scores, which include the
     recency term.
 
     Args:
         network: h_psi.
-        question: B questions as the input encoder encodes them.
+        question: B questions, encoded by the input encoder.
         bank: a view of K rows.
         subgroup: M, at least 2.
-        asked: `[B]`, as `AggregationNetwork.forward` takes it.
-        budget: numbers in memory at once.
+        asked: `[B]`, as for `AggregationNetwork.forward`.
+        budget: numbers held in memory at once.
 
     Returns:
         phi* `[B, T, D]`.
@@ -89,7 +89,7 @@ def hierarchical(
         ConfigError: for M below 2, with which modulations would never become fewer.
     """
     if subgroup < 2:
-        raise ConfigError(f"groups of {subgroup} would never become fewer; choose a subgroup of at least 2")
+        raise ConfigError(f"subgroup is {subgroup}, so groups would never become fewer; choose at least 2")
     level = _bank_rows(network, question, bank, asked)
     remaining = bank.documents
     while True:
@@ -119,7 +119,7 @@ def _bank_rows(
 def _aggregate_level(
     network: AggregationNetwork, question: MemoryTokens, rows: Iterator[_Rows], subgroup: int, budget: int
 ) -> Iterator[_Rows]:
-    """One level: a modulation for each group of `subgroup` rows, and one for the rest at the end."""
+    """One level: a modulation for each group of `subgroup` rows, and one for the remaining rows at the end."""
     for piece in _whole_groups(network, question, rows, subgroup, budget):
         size = min(subgroup, len(piece))
         groups = len(piece) // size
@@ -127,7 +127,7 @@ def _aggregate_level(
         together = len(question) // runs  # questions that see the same rows
 
         def spread(parts: Tensor, shape: tuple[int, ...] = (runs, together)) -> Tensor:
-            """`[B, groups, ...] -> [G * groups * B / G, ...]`, so that groups are runs of questions."""
+            """`[B, groups, ...] -> [G * groups * B / G, ...]`: each group becomes a run of questions."""
             gathered: Tensor = parts.unflatten(0, shape).transpose(1, 2).flatten(0, 2)
             return gathered
 
@@ -173,7 +173,7 @@ def _whole_groups(
 
 
 class _Modulations:
-    """Modulations `[G, k, T, D]` as rows of a bank; attention projects them when it comes to them."""
+    """Modulations `[G, k, T, D]` as rows of a bank; they are projected chunk by chunk, when attention reads them."""
 
     prior_keys = None
     dates = None

@@ -1,4 +1,4 @@
-"""Lexical vectors: a few vectors of each text whose products are BM25's scores, and one of the years that it names."""
+"""Lexical vectors of texts: a few whose products approximate BM25's scores, and one of the years that a text names."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from torch.nn import functional
 
 from mac_rag.errors import DataError
 
-_SATURATION = 1.5  # k1: how much a word that comes again adds
-_LENGTH = 0.75  # b: how far long texts count less
-_TYPICAL = 160.0  # tokens of a text, until `count` has counted them
+_SATURATION = 1.5  # k1: how much further occurrences of a word add
+_LENGTH = 0.75  # b: how much less long texts count
+_TYPICAL = 160.0  # typical number of tokens of a text, until `count` measures it
 
 
 class HashedBM25(nn.Module):
     """Adds each token of a text to one of `R D` places, with a sign; a fixed hash of the token gives place and sign.
 
-    This is feature hashing (Weinberger et al., 2009). The product of two texts is the sum, over the tokens that both
-    hold, of the product of the token's two weights; collisions add noise that averages to zero. A weight is the square
-    root of the token's rarity times BM25's saturated count (Robertson and Zaragoza, 2009), so that the product has
-    BM25's form. Positions do not count and no gradients pass. `count` learns rarity from a corpus; until then all
-    tokens are equally rare. Not part of the paper.
+    This is feature hashing (Weinberger et al., 2009). The product of two texts is the sum, over the tokens that occur
+    in both, of the product of the token's two weights; collisions add noise that averages to zero. A weight is the
+    square root of the token's rarity times BM25's saturated count (Robertson and Zaragoza, 2009), so that the product
+    has BM25's form. Word order does not count, and no gradients pass. `count` learns rarity from a corpus; until then
+    all tokens are equally rare. Not part of the paper.
 
     Args:
-        vocabulary: tokens in the vocabulary.
+        vocabulary: number of tokens in the vocabulary.
         vectors: R.
         width: D.
     """
@@ -45,7 +45,7 @@ class HashedBM25(nn.Module):
 
     @torch.no_grad()
     def count(self, texts: Iterable[Sequence[int]]) -> None:
-        """Learns from the token ids of a corpus how rare each token is (BM25's idf), and how long a text is.
+        """Learns each token's rarity (BM25's idf) and the mean length of a text from the token ids of a corpus.
 
         Raises:
             DataError: without texts.
@@ -69,12 +69,12 @@ class HashedBM25(nn.Module):
         counts = same.sum(-1)  # of each token in its text, [K, L]
         relative_length = attention_mask.sum(1, keepdim=True) / self.typical_length
         damping = _SATURATION * (1 - _LENGTH + _LENGTH * relative_length)
-        # A token's weight, shared among the places in the text where it stands.
+        # A token's weight, divided among its occurrences in the text.
         weights = self.rarity[input_ids].sqrt() * (_SATURATION + 1) / (counts + damping)
         return self.of_tokens(input_ids, weights * shown)
 
     def of_tokens(self, tokens: Tensor, weights: Tensor) -> Tensor:
-        """The sum of K times n tokens' vectors with these weights: `[K, n], [K, n] -> [K, R, D]`."""
+        """For each of K texts the weighted sum of its n tokens' vectors: `[K, n], [K, n] -> [K, R, D]`."""
         signed = weights * self.signs[tokens]
         vectors, width = self.shape
         hashed = signed.new_zeros(len(tokens), vectors * width)
@@ -91,21 +91,21 @@ def _hashes(count: int) -> Tensor:
     return number ^ (number >> 16)
 
 
-# A vector of the years that a text names: by it a question finds what was last known at its time.
+# A vector of the years that a text names: with it, a question finds what was last known at its time.
 #
-# "Which team did he play for in 2003?" is answered by "In 2001 he moved to Porto", in which no number of the question
-# stands. So behind the lexical vectors of hashed BM25, a document has one more, with a place for each year,
-# and so has a question:
+# "In 2001 he moved to Porto" answers "Which team did he play for in 2003?", although it does not contain the question's
+# number. So after the lexical vectors of hashed BM25, documents and questions have one more vector, with a place for
+# each year:
 #
 #     c(d)_y = exp(-(y - last(d, y)) / decay)     a(x)_y = weight if y is the first year that x names, else 0
 #
 # where last(d, y) is the last year up to y that d names. Their product adds weight exp(-(y - last(d, y)) / decay) to
-# what the document prior sees in the words of both. A question that names no year has zeros there.
+# the product of the other lexical vectors. The vector of a question that names no year is zero.
 #
 # Not part of the paper.
 
 
-_LEAST = 1 / 32  # numbers below are zeros, which banks need not keep
+_LEAST = 1 / 32  # smaller numbers become zeros, which banks need not store
 
 
 @dataclass(frozen=True)
@@ -113,12 +113,12 @@ class Years:
     """Which tokens are years, and how much a year counts.
 
     Attributes:
-        of_tokens: the year of each token that is one, from `calendar`.
-        continuing: tokens that make a number before them longer, such as "##7" in BERT's vocabulary.
-        vocabulary: tokens in the vocabulary.
+        of_tokens: id of each token that is a year -> the year, which lies in `calendar`.
+        continuing: ids of tokens that continue a number before them, such as "##7" in BERT's vocabulary.
+        vocabulary: number of tokens in the vocabulary.
         calendar: the years that have a place, at most D.
-        weight: how much a document counts that names the year of the question.
-        decay: years before it behind which that has fallen to 1/e.
+        weight: how much a document counts that names the question's year.
+        decay: number of years before the question's year over which this falls to 1/e.
     """
 
     of_tokens: dict[int, int]
@@ -137,7 +137,7 @@ class NamedYears(nn.Module):
         width: D.
 
     Attributes:
-        use_years: False lets questions ask for no year, to measure the effect.
+        use_years: False ignores the years of questions, to measure their effect.
     """
 
     def __init__(self, years: Years, width: int) -> None:
@@ -174,13 +174,13 @@ class NamedYears(nn.Module):
         """Which years of the calendar each text names, bool `[K, Y]`."""
         shown = attention_mask.bool()
         continued = functional.pad(self.continues[input_ids] & shown, (0, 1))[:, 1:]
-        # Whatever names no year goes to a place of its own behind them all, which is cut off.
+        # Tokens that name no year go to one more place at the end, which is cut off.
         place, count = self.place[input_ids], len(self.years.calendar)
         place = place.where((place >= 0) & shown & ~continued, count)
         named = torch.zeros(len(input_ids), count + 1, dtype=torch.bool, device=input_ids.device)
         return named.scatter_(1, place, True)[:, :-1]
 
     def since(self, named: Tensor) -> Tensor:
-        """Years that have passed in each year since the last one that is named, `[K, Y]`; infinite before the first."""
+        """For each year the years since the last named one, `[K, Y]`; infinite before the first named year."""
         year = torch.arange(named.shape[1], device=named.device, dtype=torch.float32)
         return year - torch.where(named, year, -torch.inf).cummax(1).values

@@ -1,9 +1,9 @@
-"""Slots of phi*: several documents side by side, where one aggregation gives the T tokens of one blend.
+"""Slots of phi*: several documents side by side, instead of the T tokens of one blend.
 
-A document prior that is sharp enough to find one document among thousands leaves the others no weight, so T tokens of
-phi* say what the first document says. With S slots the bank is aggregated S times at once: slot j does not see the j
-documents that the prior ranks first, and otherwise attends to the whole bank as ever. The first slot is what a network
-without slots computes. Not part of the paper.
+A document prior that is sharp enough to find one document among thousands leaves the others no weight, so the T tokens
+of phi* hold only the first document. With S slots the bank is aggregated S times at once: slot j (from 0) does not see
+the j documents that the prior ranks first, and otherwise attends to the whole bank as usual. Slot 0 equals the output
+of a network without slots. Not part of the paper.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from torch.nn import functional
 
 from mac_rag.nn.cross_attention import weighed
 
-# Looks at slots alone: their tokens `[B, S, T, D]`, and which of them to look at, bool `[B, S]` -> the log-odds that a
-# slot answers its question, `[B, S]`.
+# Looks at single slots: their tokens `[B, S, T, D]`, and a mask of those to look at, bool `[B, S]` -> the log-odds that
+# a slot alone answers its question, `[B, S]`.
 Look: TypeAlias = Callable[[Tensor, Tensor], Tensor]
 
-_FAINTEST = 8.0  # largest log-ratio of two documents' probabilities that a mark tells
+_FAINTEST = 8.0  # largest log-ratio of two documents' probabilities that a mark encodes
 
 
 class FirstRows(NamedTuple):
-    """The rows that the document prior ranks first for each of B questions, as one part of a bank knows them.
+    """The rows that the document prior ranks first for each of B questions, indexed within one part of a bank.
 
     Attributes:
-        scores: `[B, S]`, the prior's scores, descending; `-inf` behind the last row that a question may see.
-        rows: `[B, S]`, their numbers in the part; -1 for a row of another part, and for none.
-        seen: `[B]`, how many rows of all parts a question may see.
+        scores: `[B, S]`, the prior's scores, descending; `-inf` after the last row that a question may see.
+        rows: `[B, S]`, their indices in the part; -1 for a row of another part, and for no row.
+        seen: `[B]`, number of rows of all parts that a question may see.
     """
 
     scores: Tensor
@@ -39,7 +39,7 @@ class FirstRows(NamedTuple):
 
     @classmethod
     def of_all(cls, parts: Sequence[FirstRows], own: int | None = None) -> FirstRows:
-        """Those of a whole bank from those of its parts, as part `own` knows them; None for who has no part."""
+        """Merges those of all parts to those of the whole bank, indexed within part `own`; None for no part."""
         count = parts[0].scores.shape[1]
         scores, rows = torch.cat([part.scores for part in parts], 1), torch.cat([part.rows for part in parts], 1)
         order = scores.sort(dim=1, descending=True, stable=True).indices[:, :count]
@@ -52,7 +52,8 @@ class RankedSlots(NamedTuple):
     """The slots of B questions in their order.
 
     Attributes:
-        scores: `[B, S]`, descending: the prior's scores of the documents that they see first, or more than these.
+        scores: `[B, S]`, descending: the prior's score of the document that each slot sees first, plus the result of a
+            look, if there was one.
         left_out: bool `[B, S]`, True for slots that the LM does not read; they come last.
     """
 
@@ -61,17 +62,17 @@ class RankedSlots(NamedTuple):
 
 
 class MemorySlots(nn.Module):
-    """Which documents each slot sees, and marks by which the LM tells slots apart.
+    """Which documents each slot sees, and the marks by which the LM tells slots apart.
 
-    A slot's tokens carry a mark of its place, none for the first one, and another one times how much less probable the
-    document prior holds the document that the slot sees first than the first slot's: so the LM can learn how far to
-    trust it. Marks are zero unless `pipelines.tasks.kv_regression` fits them.
+    Two vectors are added to a slot's tokens: a mark of its index (none for the first slot), and a mark times its
+    faintness: how much less likely, by the document prior, its document is than the first slot's. From it the LM can
+    learn how far to trust the slot. Marks are zero unless `pipelines.tasks.kv_regression` fits them.
 
     Args:
         count: S.
         width: D.
-        cutoff: faintness by the prior beyond which a slot is left out, except in training; None for none.
-        reading_cutoff: the same behind a look at each slot alone; None for no look.
+        cutoff: faintness by the prior beyond which a slot is left out, except in training; None leaves out none.
+        reading_cutoff: the same for the scores after a look at each slot alone; None for no look.
     """
 
     def __init__(
@@ -83,11 +84,11 @@ class MemorySlots(nn.Module):
         self.reading_cutoff = reading_cutoff
         self.places = nn.Parameter(torch.zeros(count - 1, width))
         self.faint = nn.Parameter(torch.zeros(width))
-        # As Transformers scale embeddings: an optimiser's small steps would hardly move a mark beside memory tokens.
+        # As Transformers scale embeddings: otherwise an optimiser's small steps would hardly change a mark's effect.
         self._scale = width**0.5
 
     def first(self, scores: Tensor) -> FirstRows:
-        """What the prior ranks first among rows, of which there may be none.
+        """The rows that the prior ranks first; there may be no rows.
 
         Args:
             scores: `[B, K]`; `-inf` for documents that a question may not see.
@@ -103,11 +104,11 @@ class MemorySlots(nn.Module):
 
         Args:
             scores: `[B, K]`, as for `first`.
-            first: what the prior ranks first, of all of the bank where these rows are a part of it.
+            first: the rows that the prior ranks first in the whole bank, even if `scores` covers only a part of it.
 
         Returns:
-            `[B * S, K]`, the slots of one question after another. Slot j has `-inf` for the j documents with the
-            highest scores; where there are no more than these, for all but the last of them.
+            `[B * S, K]`, the slots of each question in a row. Slot j has `-inf` for the j documents with the highest
+            scores; if there are no more than these, for all except the last of them.
         """
         by_slot = [scores]
         for rank, row in enumerate(first.rows.unbind(1)[: self.count - 1]):
@@ -118,21 +119,21 @@ class MemorySlots(nn.Module):
         """The slots in the prior's order; those beyond the cutoff are left out.
 
         Args:
-            first: what the prior ranks first.
+            first: the rows that the prior ranks first.
         """
         scores = self._of_slots(first)
         return RankedSlots(scores, self._left_out(scores, self.cutoff))
 
     def looked_at(self, ranked: RankedSlots, tokens: Tensor, look: Look | None) -> tuple[RankedSlots, Tensor | None]:
-        """The slots in the order of the prior's scores and what a look at each alone adds to them.
+        """The slots, reordered by the prior's scores plus the log-odds from a look at each slot alone.
 
         Args:
             ranked: the slots in the prior's order.
             tokens: `[B * S, T, D]`, without marks.
-            look: looks at slots; None for nobody who could.
+            look: looks at slots; None for no look.
 
         Returns:
-            The slots, and `[B, S]` which of the former ones each is; None where there is no look.
+            The slots, and `[B, S]` the former index of each; None if there was no look.
         """
         if look is None or self.reading_cutoff is None or self.training:
             return ranked, None
@@ -146,18 +147,18 @@ class MemorySlots(nn.Module):
         return RankedSlots(scores, self._left_out(scores, self.reading_cutoff)), order
 
     def shares(self, ranked: RankedSlots, weight: Tensor) -> Tensor:
-        """The softmax of the scores of all slots, `[B, S]`; zero for slots that are left out.
+        """The softmax of the weighted scores of all slots, `[B, S]`; zero for slots that are left out.
 
         Args:
             ranked: the slots.
-            weight: a scalar, how attention weighs the prior's scores.
+            weight: a scalar, the weight of the prior's scores in attention.
         """
         return weighed(ranked.scores, weight).masked_fill(ranked.left_out, -torch.inf).softmax(1)
 
     def faintness(self, scores: Tensor) -> Tensor:
-        """How much less probable each slot's first document is than the first slot's, as a log-ratio, `[B, S]`.
+        """How much less likely each slot's document is than the first slot's, as a log-ratio, `[B, S]`.
 
-        The probabilities are the softmax of the prior's scores, as it was trained to give them.
+        The probabilities are the softmax of the prior's scores, as in its training.
 
         Args:
             scores: `[B, S]`, descending.
@@ -165,9 +166,9 @@ class MemorySlots(nn.Module):
         return (scores[:, :1] - scores).clamp(max=_FAINTEST)
 
     def marked(self, tokens: Tensor, ranked: RankedSlots) -> Tensor:
-        """Slots `[B * S, T, D]` with their marks, side by side `[B, S * T, D]`.
+        """Slots `[B * S, T, D]` with their marks, joined to `[B, S * T, D]`.
 
-        Those that are left out are zero, behind all others (`heard_slots`).
+        Slots that are left out are zero and come after all others (see `heard_slots`).
         """
         by_slot = tokens.unflatten(0, (-1, self.count))
         marks = self.faintness(ranked.scores).to(tokens)[..., None] * self.faint
@@ -176,22 +177,22 @@ class MemorySlots(nn.Module):
         return marked.masked_fill(ranked.left_out[..., None, None], 0.0).flatten(1, 2)
 
     def _left_out(self, scores: Tensor, cutoff: float | None) -> Tensor:
-        """Which slots the LM does not read, bool `[B, S]`; `scores` as `faintness` takes them."""
+        """Which slots the LM does not read, bool `[B, S]`; `scores` as for `faintness`."""
         if cutoff is None or self.training:
             return torch.zeros_like(scores, dtype=torch.bool)
         return scores[:, :1] - scores > cutoff
 
     def _of_slots(self, first: FirstRows) -> Tensor:
-        """The score of the document which each slot sees first, `[B, S]`."""
+        """The score of the document that each slot sees first, `[B, S]`."""
         rank = torch.arange(self.count, device=first.scores.device).expand(len(first.scores), -1)
         return first.scores.gather(1, rank.minimum(first.seen[:, None] - 1))
 
 
 def heard_slots(phi: Tensor, tokens: int) -> Tensor:
-    """How many slots of phi* the LM is to read, `[B]`.
+    """Number of slots of phi* that the LM reads, `[B]`.
 
     Args:
-        phi: `[B, S T, D]`; slots that are left out come last, and are zero.
+        phi: `[B, S T, D]`; slots that are left out come last and are zero.
         tokens: T.
     """
     slots: Tensor = phi.unflatten(1, (-1, tokens))

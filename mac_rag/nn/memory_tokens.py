@@ -1,4 +1,4 @@
-"""What the encoders make of texts: memory tokens, and beside them the lexical vectors of the document prior."""
+"""The encoders' output for texts: memory tokens, and lexical vectors for the document prior."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class MemoryTokens:
-    """Memory tokens of K texts, and their lexical vectors where hashed BM25 makes them.
+    """Memory tokens of K texts, and their lexical vectors if hashed BM25 makes them.
 
-    Networks attend to the tokens alone; only the document prior reads lexical vectors. A bank keeps both side by side
-    in rows `[K, T + R, D]`: `stacked` makes these, `split` reads them.
+    Networks attend to the tokens only; the document prior alone reads lexical vectors. A bank stores both together in
+    rows `[K, T + R, D]`: `stacked` makes these, `split` reads them.
 
     Attributes:
         tokens: `[K, T, D]`.
@@ -39,12 +39,12 @@ class MemoryTokens:
         return cls(stacked[:, :tokens], stacked[:, tokens:])
 
     def stacked(self) -> Tensor:
-        """`[K, T + R, D]`, as a bank keeps its rows."""
+        """`[K, T + R, D]`, the form in which a bank stores rows."""
         return self.tokens if self.lexical is None else torch.cat([self.tokens, self.lexical], 1)
 
     @classmethod
     def cat(cls, parts: Sequence[MemoryTokens]) -> MemoryTokens:
-        """Texts of several parts, one part after the other."""
+        """The texts of several parts, in order."""
         lexical = [part.lexical for part in parts if part.lexical is not None]
         return cls(torch.cat([part.tokens for part in parts]), torch.cat(lexical) if lexical else None)
 
@@ -53,15 +53,15 @@ class MemoryTokens:
         return len(self.tokens)
 
     def __getitem__(self, texts: Any) -> MemoryTokens:
-        """Some of the texts: a slice, a list of numbers or an index tensor."""
+        """A subset of the texts: by a slice, a list of indices or an index tensor."""
         return MemoryTokens(self.tokens[texts], None if self.lexical is None else self.lexical[texts])
 
     def to(self, *args: Any) -> MemoryTokens:
-        """On another device or in another dtype, as `Tensor.to`."""
+        """A copy on another device or in another dtype, as `Tensor.to`."""
         return MemoryTokens(self.tokens.to(*args), None if self.lexical is None else self.lexical.to(*args))
 
     def new_empty(self, count: int) -> MemoryTokens:
-        """Room for `count` texts like these, to be filled by `put`."""
+        """Uninitialised space for `count` texts of the same shape, to be filled by `put`."""
         lexical = None if self.lexical is None else self.lexical.new_empty(count, *self.lexical.shape[1:])
         return MemoryTokens(self.tokens.new_empty(count, *self.tokens.shape[1:]), lexical)
 

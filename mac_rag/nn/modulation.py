@@ -1,9 +1,9 @@
 """Modulations: phi* `[B, T, D]` becomes a change to the frozen LM, one for each row of its batch.
 
-A *modulation network* maps phi* to a `Modulation`, which the base LM applies: as keys and values in front of every
-layer (P-tuning v2), through forward hooks on the LM's own modules (LoRA, FiLM), or as tokens in front of the prompt
-(prompt tuning). All work in a batched forward pass and in generation alike, and a batch gives what its
-rows give one by one.
+A *modulation network* maps phi* to a `Modulation`, which the base LM applies: as keys and values before the text in
+every layer (P-tuning v2), through forward hooks on the LM's own modules (LoRA, FiLM), or as tokens before the prompt
+(prompt tuning). All work in batched forward passes and in generation, and a batch gives the same results as its rows
+one by one.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ class LMShape:
     """The sizes of an LM that modulation networks need.
 
     Attributes:
-        layers: decoder layers.
-        kv_heads, head_width: heads of one layer's keys and values, and their width.
+        layers: number of decoder layers.
+        kv_heads, head_width: number of heads of one layer's keys and values, and their width.
         width: width of the hidden states.
         linears: name -> (inputs, outputs) of every linear module that LoRA changes.
         blocks: names of the decoder layers, which FiLM changes.
@@ -49,9 +49,9 @@ class Modulation(ABC):
     """A modulation of B rows, to be applied to an LM.
 
     Attributes:
-        prefix_length: P, keys and values in front of each row; 0 for modulations without a prefix.
-        slots: S if the P keys and values are those of tokens that the LM runs over, S parts that do not see each other;
-            0 if they are in a cache.
+        prefix_length: P, number of keys and values before each row; 0 for modulations without a prefix.
+        slots: S if the LM computes the P keys and values from tokens, in S parts that do not see each other; 0 if they
+            are in a cache.
     """
 
     prefix_length: int = 0
@@ -59,48 +59,48 @@ class Modulation(ABC):
 
     @abstractmethod
     def beside_none(self) -> Modulation:
-        """A modulation of 2B rows: these B, and behind them B that leave the LM as it is."""
+        """A modulation of 2B rows: these B, followed by B that leave the LM unchanged."""
 
     def prefix_mask(self, mask: Tensor) -> Tensor:
-        """The prefix's attention mask `[B, P]`, to stand in front of the prompts' attention mask `[B, L]`."""
+        """The prefix's attention mask `[B, P]`, to be put before the prompts' attention mask `[B, L]`."""
         seen = mask.new_ones(len(mask), self.prefix_length)
         seen[self.shown_rows(len(mask)) :] = 0
         return seen
 
     def shown_rows(self, rows: int) -> int:
-        """How many of the LM's rows, the first ones, see the prefix."""
+        """Number of the LM's rows that see the prefix; they come first."""
         return rows
 
     def cache(self, dtype: torch.dtype, repeats: int = 1) -> DynamicCache | None:
-        """A key-value cache that holds the prefix; None without one. Each call makes a new one, since use changes it.
+        """A key-value cache that holds the prefix; None without a prefix. Each call makes a new one: use changes it.
 
         Args:
             dtype: the LM's dtype, in which its attention computes keys and values.
-            repeats: consecutive copies of each row, for beam search.
+            repeats: number of consecutive copies of each row, for beam search.
         """
         return None
 
     @contextmanager
     def attached(self, lm: nn.Module) -> Iterator[None]:
-        """Applies the modulation to the LM's modules while the context lasts."""
+        """Applies the modulation to the LM's modules within the context."""
         yield
 
     @abstractmethod
-    def behind_cache(self, rows: Tensor) -> Modulation:
-        """The modulation of these rows, by their numbers below B, whose prefix is in a cache already."""
+    def after_cache(self, rows: Tensor) -> Modulation:
+        """Modulation for a subset of the batch. `rows`: indices below B; their prefixes are already in the cache."""
 
 
 def attached(modulation: Modulation | None, lm: nn.Module) -> AbstractContextManager[None]:
-    """`modulation.attached(lm)`; nothing without a modulation."""
+    """`modulation.attached(lm)`; a context that does nothing without a modulation."""
     return modulation.attached(lm) if modulation else nullcontext()
 
 
 class PrefixModulation(Modulation):
-    """P-tuning v2: P keys and values in front of every layer.
+    """P-tuning v2: P keys and values before the text in every layer.
 
     Args:
         keys_values: `[B, layers, 2, kv_heads, P, head_width]`.
-        half: True shows the prefix to the first half of the rows only.
+        half: True shows the prefix only to the first half of the rows.
     """
 
     def __init__(self, keys_values: Tensor, half: bool = False) -> None:
@@ -117,7 +117,7 @@ class PrefixModulation(Modulation):
     def cache(self, dtype: torch.dtype, repeats: int = 1) -> DynamicCache:
         rows = self._keys_values.repeat_interleave(repeats, 0) if repeats > 1 else self._keys_values
         rows = rows.to(dtype)
-        # Without a configuration it keeps all positions, also in layers with a sliding window.
+        # Without a configuration the cache keeps all positions, even in layers with a sliding window.
         return DynamicCache([(layer[:, 0], layer[:, 1]) for layer in rows.unbind(1)])
 
     @contextmanager
@@ -125,7 +125,7 @@ class PrefixModulation(Modulation):
         with visible_prefix(lm, self.prefix_length):
             yield
 
-    def behind_cache(self, rows: Tensor) -> PrefixModulation:
+    def after_cache(self, rows: Tensor) -> PrefixModulation:
         return self
 
 
@@ -135,7 +135,7 @@ class Change:
 
     Attributes:
         function: `(input, output, *values) -> changed output`.
-        values: tensors `[B, ...]`, repeated to the rows of the LM's batch, which beam search makes a multiple of B.
+        values: tensors `[B, ...]`, repeated to the rows of the LM's batch (beam search makes it a multiple of B).
     """
 
     function: Callable[..., Tensor]
@@ -145,7 +145,7 @@ class Change:
         return self.function(inputs, output, *(_repeated(value, len(output)) for value in self.values))
 
     def of(self, rows: Tensor) -> Change:
-        """The change of some of the rows, by their numbers."""
+        """The change for a subset of the rows, by their indices."""
         return Change(self.function, tuple(value[rows.to(value.device)] for value in self.values))
 
 
@@ -157,8 +157,8 @@ class HookedModulation(Modulation):
     """A modulation by forward hooks on the LM's modules, by name.
 
     Args:
-        changes: module name -> how its output changes.
-        half: True changes only the first half of the rows that the LM runs with.
+        changes: module name -> the change of its output.
+        half: True changes only the first half of the LM's rows.
     """
 
     def __init__(self, changes: dict[str, Change], half: bool = False) -> None:
@@ -180,7 +180,7 @@ class HookedModulation(Modulation):
             for handle in handles:
                 handle.remove()
 
-    def behind_cache(self, rows: Tensor) -> HookedModulation:
+    def after_cache(self, rows: Tensor) -> HookedModulation:
         return HookedModulation({name: change.of(rows) for name, change in self._changes.items()}, self._half)
 
 
@@ -206,7 +206,7 @@ class ModulationNetwork(nn.Module, ABC):
     """Maps phi* to a modulation of one LM.
 
     Attributes:
-        prefix_length: positions that its modulations take in front of each row; 0 for those without a prefix.
+        prefix_length: number of positions that its modulations take before each row; 0 for those without a prefix.
     """
 
     prefix_length: int = 0
@@ -219,7 +219,7 @@ class ModulationNetwork(nn.Module, ABC):
 class PrefixTuning(ModulationNetwork):
     """P-tuning v2 from phi*: each token gives the keys and values of one position in every layer.
 
-    P is T, and with an attention sink its length more.
+    P is T, plus the length of the attention sink if there is one.
 
     Args:
         shape: the LM's sizes.
@@ -227,8 +227,8 @@ class PrefixTuning(ModulationNetwork):
         width: D.
         bottleneck: inner width of a two-layer map; None for one linear layer, as in the paper. Wide LMs need a
             bottleneck: one linear layer to all keys and values of LLaMA-2-7B would have a billion weights.
-        sink: stands in front of the generated keys and values, and turns the keys to their places; None for a prefix
-            that is generated as a whole.
+        sink: puts the LM's attention sink before the generated keys and values, and rotates the keys to their
+            positions; None for a prefix that is entirely generated.
     """
 
     def __init__(
@@ -260,8 +260,8 @@ class LoRA(ModulationNetwork):
     """LoRA generated for each question: each token of phi* gives one rank-one update of each changed linear layer.
 
     The update of a layer of `n` inputs is `x -> scale / T * sum_t (x . a_t) / sqrt(n) b_t`. The map to `b` starts at
-    zero, so an untrained network leaves the LM as it is. The root makes `a` start as large as LoRA's own; without it,
-    training hardly moves.
+    zero, so an untrained network leaves the LM unchanged. The root gives `a` the initial size of LoRA's own; without
+    it, training hardly moves.
 
     Args:
         shape: the LM's sizes; its `linears` are changed.
@@ -292,13 +292,13 @@ class LoRA(ModulationNetwork):
         )
 
     def _changed(self, inputs: Tensor, output: Tensor, down: Tensor, up: Tensor) -> Tensor:
-        inputs = inputs.to(output.device)  # the module may run on a device of its own
+        inputs = inputs.to(output.device)  # the module may run on another device
         ranked: Tensor = inputs @ down.to(inputs).mT / math.sqrt(inputs.shape[-1])
         return output + self.scale * (ranked @ up.to(inputs)).to(output.dtype)
 
 
 class FiLM(ModulationNetwork):
-    """FiLM: a scale and a shift of the hidden states behind each decoder layer, from the mean of phi*'s tokens.
+    """FiLM: a scale and a shift of the hidden states after each decoder layer, from the mean of phi*'s tokens.
 
     `h -> h (1 + gamma) + beta`; gamma and beta start at zero.
 
@@ -342,7 +342,7 @@ def _linear(inputs: int, bottleneck: int | None, outputs: int, *, zero: bool = F
 
 
 def linear_names(lm: nn.Module, targets: Sequence[str]) -> dict[str, tuple[int, int]]:
-    """Name -> (inputs, outputs) of the linear modules whose last name is one of `targets`, GPT-2's Conv1D included."""
+    """Name -> (inputs, outputs) of the linear modules with a last name in `targets`, including GPT-2's Conv1D."""
     sizes: dict[str, tuple[int, int]] = {}
     for name, module in lm.named_modules():
         if name.rpartition(".")[2] not in targets:
@@ -354,17 +354,17 @@ def linear_names(lm: nn.Module, targets: Sequence[str]) -> dict[str, tuple[int, 
     return sizes
 
 
-# Layers that attend to a window of the text only: there, too, a prefix of keys and values stays visible.
+# Layers that attend to a window of the text only: a prefix of keys and values must stay visible there, too.
 #
-# A sliding window counts the distance from a token to the prefix, and behind a prompt longer than the window the prefix
-# would be gone. So the LM gets masks that say: the window, or the prefix.
+# A sliding window counts the distance from a token to the prefix, so tokens after a prompt longer than the window would
+# not see the prefix. The LM therefore gets masks that allow the window and the prefix.
 
 
 _LIMITED = {"sliding_attention", "chunked_attention"}
 
 
 def has_limited_layers(config: Any) -> bool:
-    """True if some layers of an LM attend to a part of the text only.
+    """True if some layers of an LM attend only to a part of the text.
 
     Args:
         config: the LM's transformers configuration.
@@ -377,7 +377,7 @@ def has_limited_layers(config: Any) -> bool:
 
 @contextmanager
 def visible_prefix(lm: Any, length: int) -> Iterator[None]:
-    """Keeps the first `length` positions of the cache visible in every layer while the context lasts.
+    """Keeps the first `length` positions of the cache visible in every layer within the context.
 
     Args:
         lm: a transformers causal LM. Its calls take an attention mask `[B, P + L]`.
@@ -395,7 +395,7 @@ def visible_prefix(lm: Any, length: int) -> Iterator[None]:
         ids = named["input_ids"]
         masks = create_masks_for_generate(
             config=body.config,
-            inputs_embeds=torch.empty(*ids.shape, 0, dtype=dtype, device=ids.device),  # for its sizes only
+            inputs_embeds=torch.empty(*ids.shape, 0, dtype=dtype, device=ids.device),  # only its sizes are read
             attention_mask=named.get("attention_mask"),  # generation leaves out a mask that is all ones
             past_key_values=named["past_key_values"],
             or_mask_function=in_prefix,
@@ -409,20 +409,20 @@ def visible_prefix(lm: Any, length: int) -> Iterator[None]:
         handle.remove()
 
 
-# The front of a prefix: an attention sink, and generated keys turned to their places behind it.
+# The beginning of a prefix: an attention sink, and generated keys rotated to their positions after it.
 #
 # LMs put much of their attention on the first tokens of a text, whatever these are (Xiao et al., 2024, "Efficient
-# Streaming Language Models with Attention Sinks"). A prefix that takes this place from them does harm; so the LM's own
-# keys and values of its first tokens stand in front of the generated ones. Rotary LMs turn each key by its position, so
-# a map from memory tokens gives keys before rotation, which say nothing of where they will stand.
+# Streaming Language Models with Attention Sinks"). A prefix that takes their place does harm; so the LM's own keys and
+# values of its first tokens come before the generated ones. Rotary LMs rotate each key by its position, so the map from
+# memory tokens gives keys before rotation, which do not depend on their positions.
 
 
 class KeyRotation(nn.Module):
-    """Turns the keys of all layers to N positions, and back (rotary position embedding; Su et al., 2021).
+    """Rotates the keys of all layers to N positions, and back (rotary position embedding; Su et al., 2021).
 
     Component i of a key becomes `cos_i key_i + sin_i key_partner(i)`. Pairs of halves and of neighbours, rotations of a
-    part of the width, scales, and layers without positions are all of this form: what stays as it is has a cosine of 1
-    and a sine of 0.
+    part of the width, scales, and layers without positions are all of this form: unchanged components have a cosine of
+    1 and a sine of 0.
 
     Examples:
         >>> quarter_turn = KeyRotation(torch.zeros(1, 1, 2), torch.tensor([[[-1.0, 1.0]]]), torch.tensor([[1, 0]]))
@@ -431,7 +431,7 @@ class KeyRotation(nn.Module):
 
     Args:
         cos, sin: `[layers, N, head_width]`; the sine with its sign.
-        partner: `[layers, head_width]`, for each component the other one of its pair.
+        partner: `[layers, head_width]`, for each component the index of the other one of its pair.
     """
 
     cos: Tensor
@@ -441,15 +441,15 @@ class KeyRotation(nn.Module):
     def __init__(self, cos: Tensor, sin: Tensor, partner: Tensor) -> None:
         super().__init__()
         for name, buffer in (("cos", cos), ("sin", sin), ("partner", partner)):
-            self.register_buffer(name, buffer, persistent=False)  # the LM's, and so in no checkpoint of ours
+            self.register_buffer(name, buffer, persistent=False)  # the LM's, so our checkpoints do not store it
 
     def forward(self, keys: Tensor) -> Tensor:
-        """Keys before rotation to keys at the first L of the N positions, `[..., layers, heads, L, head_width]`."""
+        """Rotates keys to the first L of the N positions: `[..., layers, heads, L, head_width]`, same shape out."""
         cos, sin = self._at(keys)
         return keys * cos + self._partners(keys) * sin
 
     def inverse(self, keys: Tensor) -> Tensor:
-        """Keys at the first L of the N positions to keys before rotation, of the same shape."""
+        """Turns keys at the first L of the N positions back into keys before rotation, of the same shape."""
         cos, sin = self._at(keys)
         return (keys * cos - self._partners(keys) * sin) / (cos.square() + sin.square())
 
@@ -462,11 +462,11 @@ class KeyRotation(nn.Module):
 
 
 class AttentionSink(nn.Module):
-    """Puts an LM's own keys and values of its first tokens in front of generated ones.
+    """Puts an LM's own keys and values of its first tokens before generated ones.
 
     Args:
-        keys_values: `[layers, 2, kv_heads, S, head_width]`, of the LM's first S tokens.
-        rotation: turns keys to the P positions behind the sink, from S on.
+        keys_values: `[layers, 2, kv_heads, S, head_width]`, keys and values of the LM's first S tokens.
+        rotation: rotates keys to the P positions after the sink, from S on.
     """
 
     keys_values: Tensor
@@ -482,7 +482,7 @@ class AttentionSink(nn.Module):
         return self.keys_values.shape[3]
 
     def forward(self, generated: Tensor) -> Tensor:
-        """Keys before rotation, and values, to a whole prefix.
+        """Makes a whole prefix from generated keys (before rotation) and values.
 
         Args:
             generated: `[B, layers, 2, kv_heads, P, head_width]`.
@@ -492,32 +492,32 @@ class AttentionSink(nn.Module):
         """
         keys, values = generated.unbind(2)
         keys = self.rotation(keys)
-        behind = torch.stack([keys, values.to(keys.dtype)], 2)
-        sink = self.keys_values.to(behind.dtype).expand(len(behind), *self.keys_values.shape)
-        return torch.cat([sink, behind], 4)
+        rotated = torch.stack([keys, values.to(keys.dtype)], 2)
+        sink = self.keys_values.to(rotated.dtype).expand(len(rotated), *self.keys_values.shape)
+        return torch.cat([sink, rotated], 4)
 
 
-# Prompt tuning: the tokens of phi* stand in front of the prompt as if the LM had read them.
+# Prompt tuning: the tokens of phi* come before the prompt as if they were tokens of the text.
 #
-# P-tuning v2 gives the LM keys and values, which stay as they are whatever is asked. Here each token of phi* is a token
-# of the LM (Lester et al., 2021, "The Power of Scale for Parameter-Efficient Prompt Tuning"), which its layers change
-# as they change the tokens of a text. In an LM whose attention takes segments it sees the question, so the LM reads a
-# memory as it reads a text.
+# P-tuning v2 gives the LM keys and values, which are the same for every question. Here each token of phi* is a token of
+# the LM (Lester et al., 2021, "The Power of Scale for Parameter-Efficient Prompt Tuning"), which the layers transform
+# like the tokens of a text. In an LM whose attention takes segments it sees the question, so the LM reads a memory like
+# a text.
 #
-# phi* has been through an amortization network already. So behind the LM's first layers, where a document needs no
-# question (Cao et al., 2020, "DeFormer"), the states of its tokens are given once more, as amortization made them;
-# below, their embeddings are what the question can look at.
+# phi* has already been through an amortization network. So after the LM's first layers, where a document needs no
+# question (Cao et al., 2020, "DeFormer"), the states of its tokens are replaced once more by those from amortization;
+# in the layers before, the question can attend to their embeddings.
 
 
 class PromptModulation(Modulation):
-    """P tokens in front of each prompt, whose states phi* gives.
+    """P tokens before each prompt, with states from phi*.
 
-    The LM runs over P tokens more, whichever they are: in the outputs of some of its modules they are replaced.
+    The LM runs over P placeholder tokens, whose states in the outputs of some modules are replaced.
 
     Args:
-        states: name of a module of the LM -> what it puts out for the P tokens, `[B, P, width]`.
-        slots: S, of P / S tokens each; those of one slot do not see another.
-        half: True for the first half of the LM's rows only.
+        states: name of a module of the LM -> its output for the P tokens, `[B, P, width]`.
+        slots: S, number of slots of P / S tokens each; slots do not see each other.
+        half: True changes only the first half of the LM's rows.
     """
 
     def __init__(self, states: Mapping[str, Tensor], slots: int, half: bool = False) -> None:
@@ -538,25 +538,25 @@ class PromptModulation(Modulation):
         with HookedModulation(changes, self._half).attached(lm):
             yield
 
-    def behind_cache(self, rows: Tensor) -> PromptModulation:
+    def after_cache(self, rows: Tensor) -> PromptModulation:
         kept = {name: states[rows.to(states.device)] for name, states in self._states.items()}
         return PromptModulation(kept, self.slots, self._half)
 
 
 def _replaced(_: Tensor, output: Tensor, states: Tensor) -> Tensor:
-    """A module's output with `states` in place of its first tokens; a single token is an answer's, behind a cache."""
+    """A module's output with `states` for its first tokens. A single token follows a cache and stays as it is."""
     if output.shape[1] == 1:
         return output
     return cat([states.to(output), output[:, states.shape[1] :]], 1)
 
 
 class PromptTuning(ModulationNetwork):
-    """Prompt tuning from phi*: each token gives an embedding, and a state behind some layers.
+    """Prompt tuning from phi*: each token gives an embedding, and a state after the first layers.
 
     Args:
         shape: the LM's sizes.
-        tokens: T, tokens of a slot of phi*.
-        entry_layer: number of the LM's layers behind which phi* gives states.
+        tokens: T, number of tokens of a slot of phi*.
+        entry_layer: number of the LM's layers after which phi* gives states.
     """
 
     def __init__(self, shape: LMShape, tokens: int, *, entry_layer: int) -> None:

@@ -1,4 +1,4 @@
-"""The document prior, a learned score of a document for a question; and its keys of a whole bank, in little memory."""
+"""The document prior, a learned score of a document for a question; and compact prior keys for a whole bank."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from mac_rag.nn.memory_tokens import MemoryTokens
 class DocumentPrior(nn.Module):
     """A learned score of a document for a question, `s(x, d) = exp(tau) cos(W_q mean(x), W_k mean(phi_d))`.
 
-    With a sentence encoder (`mac_rag.config.SentenceEncoderConfig`), its token takes the place of the mean. Where texts
-    have lexical vectors, their product is added to the cosine, `cos(...) + w u(x) v(d)`, where v(d) are the document's
-    vectors and u(x) the question's (`AmortizationNetwork.lexical`). Both together are one product of longer vectors.
+    With a sentence encoder (`mac_rag.config.SentenceEncoderConfig`), its token replaces the mean. If texts have lexical
+    vectors, their product is added to the cosine, `cos(...) + w u(x) v(d)`, where v(d) are the document's vectors and
+    u(x) the question's (`AmortizationNetwork.lexical`). Both together are one product of longer vectors.
 
     The prior is added to the attention logits of all tokens of the document. It keeps attention sharp over thousands of
-    documents, where a plain softmax spreads over them. It is a function of one document and one question, so
-    aggregation stays invariant to the order of the documents. Not part of the paper.
+    documents, over which a plain softmax spreads. It depends on one document and one question only, so aggregation
+    stays invariant to the order of the documents. Not part of the paper.
 
     Args:
         width: D, the width of question and memory tokens.
-        prior_width: width of the space in which they are compared.
+        prior_width: P, the width of the space in which the two are compared.
         sentence_token: True if the first token is the sentence encoder's.
         lexical_weight: w.
     """
@@ -41,7 +41,7 @@ class DocumentPrior(nn.Module):
         self.key = nn.Linear(width, prior_width, bias=False)
         self.log_scale = nn.Parameter(torch.tensor(10.0).log())
         with torch.no_grad():
-            self.key.weight.copy_(self.query.weight)  # what is alike from the start scores high from the start
+            self.key.weight.copy_(self.query.weight)  # so that similar texts have high scores from the start
 
     def summary(self, texts: MemoryTokens) -> Tensor:
         """The vector by which texts are compared, `[K, D]`."""
@@ -60,8 +60,8 @@ class DocumentPrior(nn.Module):
         """The prior's queries of B questions, `[B, d_prior]`.
 
         Args:
-            question: question tokens.
-            lexical_weight: w in place of the prior's own, as a scalar; None for that.
+            question: tokens of B questions.
+            lexical_weight: replaces w, as a scalar; None for the prior's own w.
         """
         weight = self.lexical_weight if lexical_weight is None else lexical_weight
         queries = functional.normalize(self.query(self.summary(question)), dim=-1)
@@ -74,7 +74,7 @@ class DocumentPrior(nn.Module):
 
         Args:
             queries: `[B, d_prior]`.
-            keys: `[K, d_prior]`, or `[G, K, d_prior]` where each run of B / G questions has documents of its own.
+            keys: `[K, d_prior]`, or `[G, K, d_prior]` if each run of B / G questions has its own documents.
         """
         if isinstance(keys, PriorKeys):
             products = keys.products(queries)
@@ -87,7 +87,7 @@ class DocumentPrior(nn.Module):
 
 
 class PriorKeys:
-    """Keys of K documents: `[dense, lexical]`, each of width P + L.
+    """Keys of K documents, each `[dense, lexical]` of width P + L, without the zeros of the lexical parts.
 
     Examples:
         >>> keys = PriorKeys.of(torch.ones(1, 2), torch.tensor([[0.0, 3.0, 0.0]]))
@@ -99,8 +99,8 @@ class PriorKeys:
     Args:
         dense: `[K, P]`.
         counts: `[K]`, int32, how many numbers of each document's lexical part are not zero.
-        places: `[sum of counts]`, int32, where they stand in it; document after document.
-        weights: `[sum of counts]`, the numbers, in float32 at least.
+        places: `[sum of counts]`, int32, the indices of these numbers in the part; document after document.
+        weights: `[sum of counts]`, the numbers, at least in float32.
         width: L; 0 without lexical parts.
     """
 
@@ -113,7 +113,7 @@ class PriorKeys:
 
     @classmethod
     def of(cls, dense: Tensor, lexical: Tensor | None) -> PriorKeys:
-        """Keys whose lexical parts are given with their zeros, `[K, L]`; None without them."""
+        """Keys from lexical parts with their zeros, `[K, L]`; None for keys without lexical parts."""
         if lexical is None:
             lexical = dense.new_empty(len(dense), 0)
         filled = lexical != 0
@@ -143,7 +143,7 @@ class PriorKeys:
         return sum(tensor.nbytes for tensor in (self.dense, self.counts, self.places, self.weights))
 
     def kept(self, mask: Tensor) -> PriorKeys:
-        """The keys of the documents where `mask` `[K]` is True; the same object if these are all."""
+        """The keys of the documents where `mask` `[K]` is True; this object itself if that is all of them."""
         if mask.all():
             return self
         entries = mask.repeat_interleave(self.counts)
@@ -155,8 +155,8 @@ class PriorKeys:
         Args:
             queries: `[B, P + L]`.
         """
-        # With one column, with the keys on the right, or with columns that are not one behind the other, a product of
-        # matrices goes to kernels that are several times slower.
+        # With one column, with the keys on the right, or with columns that are not contiguous, a matrix product uses
+        # kernels that are several times slower.
         columns = queries[:, : self.dense.shape[1]].expand(max(2, len(queries)), -1).contiguous().T
         products = (self.dense @ columns)[:, : len(queries)].T
         if not self.width or not len(self.weights):
@@ -167,7 +167,7 @@ class PriorKeys:
         return products + torch.stack([self._lexical_products(query) for query in lexical]).to(products.dtype)
 
     def _lexical_products(self, query: Tensor) -> Tensor:
-        """The products with the lexical part `[L]` of one query, `[K]`: only those of the places that it has."""
+        """The products with the lexical part `[L]` of one query, `[K]`; reads only the places where it is not zero."""
         ends, documents, weights = self._postings
         products = weights.new_zeros(len(self))
         for place in query.nonzero()[:, 0].tolist():
@@ -177,19 +177,19 @@ class PriorKeys:
 
     @cached_property
     def _postings(self) -> tuple[Tensor, Tensor, Tensor]:
-        """For each place of the lexical parts, the documents that have it, and their numbers there.
+        """For each place of the lexical parts, the documents that are not zero there, and their numbers there.
 
         Returns:
-            Where each place begins among the others `[L + 1]`; documents, int32, and numbers, place after place.
+            The offsets of the places in the other two `[L + 1]`; documents, int32, and numbers, place after place.
         """
         small = self.places.numpy().astype(np.uint16 if self.width <= 1 << 16 else np.uint32)
-        order = torch.from_numpy(np.argsort(small, kind="stable"))  # of 16 bits, a radix sort
+        order = torch.from_numpy(np.argsort(small, kind="stable"))  # a radix sort for 16 bits
         documents = torch.arange(len(self), dtype=torch.int32).repeat_interleave(self.counts)
         ends = torch.nn.functional.pad(torch.bincount(self.places, minlength=self.width).cumsum(0), (1, 0))
         return ends, documents[order], self.weights[order]
 
     def take(self, index: Tensor) -> Tensor:
-        """The keys of some documents with all their zeros, `[n, P + L]`."""
+        """The keys of the documents `index` `[n]`, including all zeros, `[n, P + L]`."""
         starts = self.counts.cumsum(0) - self.counts  # in int64
         counts = self.counts[index]
         row = torch.arange(len(index), device=index.device).repeat_interleave(counts)
@@ -211,23 +211,23 @@ class PriorKeys:
 
 # The recency term of the document prior: of documents on the same subject, the newest that a question can mean counts.
 #
-# The prior compares texts, and two versions of one text are equally near to a question about them. So the term takes
-# from a document's score for each newer one on the same subject:
+# The prior compares texts, and two versions of one text are equally near to a question about them. So the term reduces
+# a document's score for each newer document on the same subject:
 #
 #     r(x, d) = -softplus(a) sum_d' [d' is newer than d] same(x, d, d')     same(x, d, d') = sigmoid(alpha e^tau
 # (cos(k_d, k_d') - 1) + gamma (s(x, d') - s(x, d)) + beta)
 #
 # where k are the prior's keys of the documents, s the scores of the prior, and the sum goes over the documents that the
-# prior ranks first. a, alpha, beta and gamma are learned. The term is never positive: it can only take from a score.
+# prior ranks first. a, alpha, beta and gamma are learned. The term is never positive: it can only reduce a score.
 #
-# A question may name a time. Then a document from after it is newer than no other. It takes nothing from the documents
-# that the question can mean, and neither do two such documents from each other, because the question asks for none of
-# them. A question that names no time asks for the newest.
+# A question may name a time. Then documents from after that time count as newer than no other. They reduce neither the
+# scores of the documents that the question can mean, nor each other's, because the question asks for none of them. A
+# question that names no time asks for the newest.
 #
 # Not part of the paper.
 
 
-# Documents of each question among which the newest is looked for. Those behind them weigh next to nothing in any case.
+# Number of documents per question among which the term looks for newer ones. All others have next to no weight anyway.
 CANDIDATES = 64
 _BEFORE_ALL = torch.iinfo(torch.int64).min
 
@@ -247,16 +247,16 @@ class Candidates(NamedTuple):
 
     @classmethod
     def of_all(cls, parts: list[Candidates]) -> Candidates:
-        """Those of all rows from those of several parts of them, which are at least one.
+        """Merges the candidates of one or more parts to those of all rows.
 
-        Where scores are equal, those of the first part come first.
+        Of equal scores, those of the first part come first.
         """
         scores, keys, dates = (torch.cat(column, 1) for column in zip(*parts, strict=True))
         index = scores.sort(dim=1, descending=True, stable=True).indices[:, :CANDIDATES]
         return cls(scores.gather(1, index), _gathered(keys, index), dates.gather(1, index))
 
     def padded(self) -> Candidates:
-        """With `CANDIDATES` documents for each question; those that are not there may not be seen."""
+        """Padded to `CANDIDATES` documents for each question; the padding has scores of `-inf`."""
         missing = CANDIDATES - self.scores.shape[1]
         return Candidates(
             functional.pad(self.scores, (0, missing), value=-torch.inf),
@@ -266,7 +266,7 @@ class Candidates(NamedTuple):
 
 
 class RecencyTerm(nn.Module):
-    """The term, with the numbers in it that are learned. It has no other weights, and banks know nothing of it."""
+    """The term and its four learned numbers. It has no other weights, and banks do not depend on it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -276,35 +276,35 @@ class RecencyTerm(nn.Module):
         self.about = nn.Parameter(torch.tensor(1.0))  # gamma
 
     def penalties(self, own: Candidates, among: Candidates, asked: Tensor | None, scale: Tensor) -> Tensor:
-        """What is taken from the scores of documents, `[B, n]`, never positive.
+        """The numbers added to the documents' scores, `[B, n]`, never positive.
 
         Args:
             own: the documents.
-            among: those that may be newer, n' of them: the same, or where they are part of a bank, those of all of it.
-            asked: `[B]`, int64, the last moment of the time that each question names; None if none names one.
+            among: the n' documents that may be newer: `own`, or the candidates of the whole bank if `own` is a part.
+            asked: `[B]`, int64, the last moment of the time that each question names; None if none names a time.
             scale: e^tau of the prior.
         """
         ours, theirs = own.dates, among.dates
         if asked is not None:
-            # After the time of a question all are equal, and before what can be meant.
+            # Documents from after a question's time count as equally old, and older than all others.
             ours, theirs = (dates.where(dates <= asked[:, None], _BEFORE_ALL) for dates in (ours, theirs))
         seen, theirs_seen = own.scores.isfinite(), among.scores.isfinite()
         newer = seen[:, :, None] & theirs_seen[:, None] & (theirs[:, None] > ours[:, :, None])  # [B, n, n']
         cosines = own.keys @ among.keys.mT  # keys have length 1
-        # Without the scores of what may not be seen: no gradient passes through inf - inf.
+        # Leave out the scores of documents that may not be seen: no gradient passes through inf - inf.
         gaps = among.scores.where(theirs_seen, 0.0)[:, None] - own.scores.where(seen, 0.0)[:, :, None]
         same = torch.sigmoid(self.alike * scale * (cosines - 1) + self.about * gaps + self.bias)
-        # With fewer candidates in all of the bank, each is one of them.
+        # If the whole bank has fewer candidates, every document is one of them.
         is_candidate = own.scores >= among.scores[:, -1:] if among.scores.shape[1] == CANDIDATES else None
         taken = functional.softplus(self.strength) * torch.where(newer, same, 0.0).sum(-1)
         return -taken if is_candidate is None else -torch.where(is_candidate, taken, 0.0)
 
 
 class RankedFirst(NamedTuple):
-    """The candidates among K rows, and where they are.
+    """The candidates among K rows, and their indices.
 
     Attributes:
-        rows: `[B, n]`, their numbers.
+        rows: `[B, n]`, indices of the candidates' rows.
         candidates: the candidates.
     """
 
@@ -313,15 +313,15 @@ class RankedFirst(NamedTuple):
 
     @classmethod
     def among(cls, scores: Tensor, keys: Tensor, dates: Tensor) -> RankedFirst:
-        """Those of all rows; of equal scores, the first rows.
+        """The candidates of all rows; of equal scores, the first rows.
 
         Args:
             scores: `[B, K]`, the prior's scores; `-inf` for rows that a question may not see.
-            keys: `[K, P]`, or `[G, K, P]` where each run of B / G questions has rows of its own.
+            keys: `[K, P]`, or `[G, K, P]` if each run of B / G questions has its own rows.
             dates: `[K]` or `[G, K]`.
         """
         count = min(CANDIDATES, scores.shape[1])
-        # Sorted by number first: `topk` returns equal scores in any order, and sums would round in any order with it.
+        # Sort by index first: `topk` returns equal scores in any order, and rounding of sums would depend on it.
         index = scores.topk(count, 1).indices.sort(1).values
         order = scores.gather(1, index).sort(dim=1, descending=True, stable=True).indices
         index = index.gather(1, order)
@@ -333,11 +333,11 @@ class RankedFirst(NamedTuple):
         return cls(index, Candidates(scores.gather(1, index), *found))
 
     def added(self, scores: Tensor, penalties: Tensor) -> Tensor:
-        """The scores `[B, K]` with the penalties `[B, n]` of the candidates."""
+        """The scores `[B, K]` plus the penalties `[B, n]` of the candidates."""
         return scores.scatter_add(1, self.rows, penalties.to(scores.dtype))
 
 
 def _gathered(keys: Tensor, index: Tensor) -> Tensor:
-    """`[B, n, P]` by `[B, m] -> [B, m, P]`."""
+    """Gathers keys by index: `[B, n, P], [B, m] -> [B, m, P]`."""
     found: Tensor = keys.gather(1, index[:, :, None].expand(-1, -1, keys.shape[-1]))
     return found

@@ -1,11 +1,11 @@
 """Product quantization of memory tokens: one byte for every few numbers, by codebooks that belong to a model.
 
-A token is centred on the mean of the tokens in its place, rotated so that all groups of its numbers vary alike, and cut
-into M groups. Each group is kept as the number of the nearest of 256 codewords, which takes one byte (optimized product
-quantization, Ge et al. 2013, with the rotation that they derive for normally distributed vectors).
+The mean of the tokens at the same place of a row is subtracted from a token, which is then rotated so that all groups
+of its numbers vary alike, and cut into M groups. Each group is stored as the index of the nearest of 256 codewords, one
+byte (optimized product quantization, Ge et al. 2013, with their rotation for normally distributed vectors).
 
-The codebooks are learned once for a model, and not from the documents of a bank: a bank can keep its first document in
-codes, no codeword holds what a document said that was deleted, and banks that several processes fill are equal.
+The codebooks are learned once for a model, not from the documents of a bank: a bank can store its very first document
+in codes, no codeword reveals a deleted document, and banks filled by several processes are equal.
 """
 
 from __future__ import annotations
@@ -17,24 +17,24 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-CODEWORDS = 256  # as many as one byte can name
-# Numbers that a quantizer may have, by far more than any model's.
+CODEWORDS = 256  # number of values of a byte
+# Largest number of elements of a quantizer, far more than any model's has.
 _LARGEST = 1 << 26
-# Tokens that codewords are learned from; four times as many lower the error by a hundredth of it.
+# Number of tokens to learn codewords from; four times as many lower the error by a hundredth.
 _LEARNED = 64 * CODEWORDS
 _ITERATIONS = 15
-# Tokens that are encoded or decoded at a time.
+# Number of tokens that are encoded or decoded at a time.
 _TOKENS = 1 << 10
 
 
 class ProductQuantizer:
-    """How a model's memory tokens are kept in few bytes.
+    """Encodes a model's memory tokens to few bytes, and decodes them.
 
     Args:
         fingerprint: `MACModel.fingerprint` of the model whose memory tokens it was fitted to.
         whole: number of a row's first tokens that are not quantized.
         mean: `[T, D]`, the mean of the T other tokens of a row.
-        rotation: `[D, D]`, whose columns are orthonormal.
+        rotation: `[D, D]`, with orthonormal columns.
         codewords: `[M, 256, D / M]`.
 
     Raises:
@@ -76,12 +76,12 @@ class ProductQuantizer:
 
     @property
     def code_bytes(self) -> int:
-        """M, the bytes of a token."""
+        """M, number of bytes of a token."""
         return len(self.codewords)
 
     @property
     def row_shape(self) -> tuple[int, int]:
-        """Tokens and width of the rows that it is for, `(whole + T, D)`."""
+        """Number of tokens and width of a row, `(whole + T, D)`."""
         return self.whole + self.mean.shape[0], self.mean.shape[1]
 
     def encode(self, tokens: Tensor) -> Tensor:
@@ -110,22 +110,25 @@ class ProductQuantizer:
         """Learns the codebooks from a model's memory tokens.
 
         Args:
-            rows: `[n, whole + T, D]`, rows of representative documents, without lexical vectors. At most 16,384 of
-                their tokens are used for k-means, and all for means and rotation.
-            code_bytes: M, bytes of a token, a divisor of D.
+            rows: `[n, whole + T, D]`, rows of representative documents, without lexical vectors. k-means uses at most
+                16,384 of their tokens; means and rotation use all.
+            code_bytes: M, number of bytes of a token, a divisor of D.
             fingerprint: fingerprint of the model.
             whole: number of a row's first tokens that are not quantized.
             seed: random seed.
 
         Raises:
-            ValueError: for fewer than 256 tokens, or where M does not divide D.
+            ValueError: for fewer than 256 tokens, or if M does not divide D.
         """
         tokens = rows[:, whole:].float()
         width = tokens.shape[2]
         if code_bytes < 1 or width % code_bytes:
-            raise ValueError(f"{code_bytes} bytes cannot share the {width} numbers of a token evenly")
+            raise ValueError(f"{code_bytes} bytes cannot share the {width} numbers of a token evenly; give a divisor")
         if tokens.shape[0] * tokens.shape[1] < CODEWORDS:
-            raise ValueError(f"{tokens.shape[0]} rows of {tokens.shape[1]} tokens are too few to learn from")
+            raise ValueError(
+                f"{tokens.shape[0]} rows of {tokens.shape[1]} tokens are too few to learn from; give at least "
+                f"{CODEWORDS} tokens"
+            )
         mean = tokens.mean(0)
         centred = (tokens - mean).flatten(0, 1)
         rotation = _balanced(centred, code_bytes)
@@ -136,7 +139,7 @@ class ProductQuantizer:
 
     @property
     def tensors(self) -> dict[str, Tensor]:
-        """All that it consists of, by name, for a file."""
+        """All its parts by name, as tensors for a file."""
         return {
             "fingerprint": torch.frombuffer(bytearray.fromhex(self.fingerprint), dtype=torch.uint8),
             "whole": torch.tensor([self.whole]),
@@ -147,15 +150,15 @@ class ProductQuantizer:
 
     @classmethod
     def of_tensors(cls, tensors: Mapping[str, Tensor]) -> ProductQuantizer:
-        """The quantizer that tensors of a file are.
+        """The quantizer from the tensors of a file.
 
         Raises:
-            ValueError: when they are none.
+            ValueError: if they are not those of a quantizer.
         """
         named = {"fingerprint": (torch.uint8, (32,)), "whole": (torch.int64, (1,))}
         missing = {"mean", "rotation", "codewords", *named} ^ tensors.keys()
         if missing:
-            raise ValueError(f"codebooks without, or with unknown parts: {', '.join(sorted(missing))[:200]}")
+            raise ValueError(f"codebooks with missing or unknown parts: {', '.join(sorted(missing))[:200]}")
         for name, (dtype, shape) in named.items():
             if tensors[name].dtype != dtype or tensors[name].shape != shape:
                 raise ValueError(f"codebooks whose {name} is {list(tensors[name].shape)} in {tensors[name].dtype}")
@@ -183,9 +186,9 @@ def _balanced(centred: Tensor, groups: int) -> Tensor:
     return rotation
 
 
-# Distances that are computed, and held in memory, at once.
+# Number of distances that are computed, and held in memory, at once.
 _DISTANCES = 1 << 24
-# At most this many vectors per code are used for learning; more hardly change the centroids.
+# Largest number of vectors per code to learn from; more hardly change the centroids.
 _VECTORS_PER_CODE = 256
 
 
@@ -209,7 +212,7 @@ def nearest_codes(vectors: Tensor, codebook: Tensor) -> tuple[Tensor, Tensor]:
 def k_means(vectors: Tensor, codes: int, *, seed: int = 0, iterations: int = 25) -> Tensor:
     """Learns a codebook by Lloyd's algorithm.
 
-    The initial codes are randomly drawn vectors. A code without vectors moves to one that is far from its own code.
+    The initial codes are randomly drawn vectors. A code without vectors moves to a vector that is far from its code.
 
     Args:
         vectors: `[n, D]`; at most 256 per code are used.

@@ -1,9 +1,9 @@
 """BERT's states of a batch of texts without its padding, for a CPU and without gradients.
 
-The tokens of all texts stand one behind the other, `[N, width]`, so that all but attention is computed for them alone.
-Query, key and value are one matrix product, GELU is a part of another, and weights are laid out for the CPU's kernels
-once. The states are those of the model up to rounding. Products stay in fp32: in bf16, where a CPU has instructions for
-it, memory tokens change by half a hundredth, and answers from them become worse.
+The tokens of all texts are concatenated, `[N, width]`, so that everything except attention skips padding. Query, key
+and value are one matrix product, GELU is fused into another, and weights are laid out once for the CPU's kernels. The
+states equal the model's up to rounding. Products stay in fp32: in bf16, on a CPU with instructions for it, memory
+tokens change by 0.5 % and answers from them become worse.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from transformers import BertGenerationEncoder, BertModel
 
 from mac_rag.nn.cpu_linear import CPULinear, PackedLinear
 
-# How a network computes the states `[K, L, width]` of a backbone for texts: from the backbone, and token ids and mask.
+# Computes the states `[K, L, width]` of texts from a backbone, token ids and mask.
 Reading: TypeAlias = Callable[[Any, Tensor, Tensor], Tensor]
 
 _LINEAR = ("query", "key", "value", "dense")
 
 
 class UnpaddedBert:
-    """A transformers BERT that reads both ways. Later changes of its weights are not seen.
+    """A transformers BERT with bidirectional attention. Later changes of the model's weights have no effect.
 
     Args:
         model: a model for which `is_supported` is True.
@@ -39,7 +39,7 @@ class UnpaddedBert:
 
     @staticmethod
     def is_supported(model: Any) -> bool:
-        """True for BERT in fp32 on the CPU that does not train and has neither adapters nor quantised layers."""
+        """True for a bidirectional BERT in fp32 on the CPU, not in training, without adapters or quantised layers."""
         if not isinstance(model, BertModel | BertGenerationEncoder) or model.training:
             return False
         reads_both_ways: bool = getattr(model, "bidirectional", not model.config.is_decoder)
@@ -62,7 +62,7 @@ class UnpaddedBert:
         shown = attention_mask.bool()
         where = shown.flatten().nonzero()[:, 0]
         places = torch.arange(input_ids.shape[1]).expand_as(input_ids).flatten()[where]
-        # As texts of one token: an embedding depends on the token and its place alone.
+        # As texts of one token: an embedding depends only on the token and its position.
         embedded = self._embeddings(input_ids=input_ids.flatten()[where, None], position_ids=places[:, None])
         x: Tensor = embedded[:, 0]
         mask = None if len(where) == shown.numel() else shown[:, None, None]
@@ -93,7 +93,7 @@ class _Layer:
 
         Args:
             x: `[N, width]`.
-            where: `[N]`, the places of these tokens in a padded batch, below B L.
+            where: `[N]`, indices of these tokens in the flattened padded batch, below B L.
             room: `[B, L, 3 width]`, zeros for padding; the rest is overwritten.
             mask: `[B, 1, 1, L]`, False for padding; None without padding.
         """
@@ -102,9 +102,9 @@ class _Layer:
         return states
 
     def _attended(self, projected: Tensor, where: Tensor, room: Tensor, mask: Tensor | None) -> Tensor:
-        """What each token attends to, `[N, width]`.
+        """The attended values of each token, `[N, width]`.
 
-        Here alone, texts are padded: with one call for each text, threads would wait for each other all the time.
+        Only here are texts padded: with one call for each text, threads would wait for each other all the time.
         """
         room.flatten(0, 1).index_copy_(0, where, projected)
         query, key, value = room.unflatten(2, (3, self._heads, -1)).permute(2, 0, 3, 1, 4)
@@ -112,14 +112,14 @@ class _Layer:
         return attended.transpose(1, 2).flatten(2).flatten(0, 1).index_select(0, where)
 
 
-_State: TypeAlias = tuple[object, ...]  # which weights a model has
+_State: TypeAlias = tuple[object, ...]  # identifies the weights that a model has at the moment
 _KNOWN: WeakKeyDictionary[nn.Module, tuple[_State, UnpaddedBert | None]] = WeakKeyDictionary()
 
 
 def unpadded(model: nn.Module) -> UnpaddedBert | None:
-    """The `UnpaddedBert` of a model; None if it is not supported. It is kept until the model's weights change.
+    """The `UnpaddedBert` of a model; None if it is not supported. It is reused until the model's weights change.
 
-    An optimiser may change weights without a new version of their tensors: `forget` the model when it has been trained.
+    An optimiser may change weights without a new version of their tensors: call `forget` after training the model.
     """
     weights = [*model.parameters()]
     versions = (-1 if weight.is_inference() else weight._version for weight in weights)
@@ -132,7 +132,7 @@ def unpadded(model: nn.Module) -> UnpaddedBert | None:
 
 
 def forget(model: nn.Module) -> None:
-    """Drops the `UnpaddedBert` of every model inside of a module."""
+    """Drops the `UnpaddedBert` of every model within a module."""
     for module in model.modules():
         _KNOWN.pop(module, None)
 
@@ -145,6 +145,6 @@ def last_states(backbone: Any, input_ids: Tensor, attention_mask: Tensor) -> Ten
 
 @torch.no_grad()
 def last_states_without_gradients(backbone: Any, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
-    """As `last_states`, faster where `UnpaddedBert` supports the backbone; the states of padding may be others."""
+    """As `last_states`, but faster if `UnpaddedBert` supports the backbone; the states of padding may differ."""
     fast = unpadded(backbone)
     return last_states(backbone, input_ids, attention_mask) if fast is None else fast(input_ids, attention_mask)

@@ -36,7 +36,7 @@ def test_folders_of_shards_are_told_apart(loaded_tiny_model: MACModel, bank: Pat
     refused(loaded_tiny_model, bank, rf"{first} holds no shard.*put it back")
     second.rename(first)
     (bank / "kept").rename(second)
-    refused(loaded_tiny_model, bank, rf"{first} holds shard 1 in the place of shard 0")
+    refused(loaded_tiny_model, bank, rf"{first} holds shard 1 instead of shard 0")
     shutil.rmtree(first)
     shutil.copytree(shard_folder(bank.with_name("other"), 0), first)
     refused(loaded_tiny_model, bank, "a shard of another bank")

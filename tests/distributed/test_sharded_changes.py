@@ -217,5 +217,5 @@ def test_questions_of_several_engines_do_not_mix(loaded_tiny_model: MACModel, fo
         attention(0, False, query)
         engines[1].adapt(AFTER)
         engines[1].aggregate(QUESTIONS)
-        with pytest.raises(ShardLostError, match="moved on during the question; ask again"):
+        with pytest.raises(ShardLostError, match="changed during the question; ask again"):
             attention(1, False, query)

@@ -58,7 +58,7 @@ def test_control_tokens_in_texts_are_text(instruct: Any) -> None:
     "turn", ["", "{document}", "{question}", "{question} {document}", "{document} {question} {question}"]
 )
 def test_a_turn_without_both_fields_is_refused(instruct: Any, turn: str) -> None:
-    with pytest.raises(ConfigError, match=r"must hold {document} and behind it {question}"):
+    with pytest.raises(ConfigError, match=r"must hold {document} and after it {question}"):
         BlockPrompt(instruct, turn)
 
 

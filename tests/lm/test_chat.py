@@ -76,7 +76,7 @@ def test_questions_behind_each_other_are_one_conversation(name: str) -> None:
     assert joined == apply(name, said, add_generation_prompt=False)[: len(joined)]
     assert len(joined) > len(apply(name, said[:3]))
     shown = [("user", pairs[0][0]), ("assistant", pairs[0][1]), ("user", "Where?")]
-    assert prompts.behind_examples(pairs[:1], "Where?") == apply(name, shown)
+    assert prompts.after_examples(pairs[:1], "Where?") == apply(name, shown)
 
 
 def control_ids(tokenizer: Any) -> dict[str, int]:

@@ -147,7 +147,9 @@ def test_a_shard_that_is_missing_is_named(llama: Path, tmp_path: Path) -> None:
     index = shard(folder)
     load_causal_lm(BaseLMConfig(name=str(folder)), CPU)
     rewrite(index, weight_map={"a": "model-00002-of-00002.safetensors"})
-    with pytest.raises(ModelLoadError, match=r"weights lie in 'model-00002-of-00002.safetensors', and there is no"):
+    with pytest.raises(
+        ModelLoadError, match=r"weights lie in 'model-00002-of-00002.safetensors', .* download the model again"
+    ):
         load_causal_lm(BaseLMConfig(name=str(folder)), CPU)
     index.write_text("{}")
     with pytest.raises(ModelLoadError, match="names no files of weights"):

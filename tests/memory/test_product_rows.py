@@ -221,7 +221,7 @@ HOSTILE = {
     "another dtype": (_set("codewords", QUANTIZER.codewords.double()), "codewords is torch.float64, or has"),
     "few codewords": (_set("codewords", torch.zeros(M, 255, D // M)), "parts do not fit together"),
     "another width": (_set("rotation", torch.eye(D + 1)), "parts do not fit together"),
-    "none": (lambda tensors, _: tensors.pop("mean"), "codebooks without, or with unknown parts: mean"),
+    "none": (lambda tensors, _: tensors.pop("mean"), "codebooks with missing or unknown parts: mean"),
     "another model": (_set("fingerprint", torch.zeros(32, dtype=torch.uint8)), "codebooks are another model's"),
     "no token": (_set("whole", torch.tensor([-1])), "-1 whole tokens"),
     "a vector": (_set("whole", torch.tensor([1, 1])), r"whole is \[2\] in torch.int64"),

@@ -294,7 +294,7 @@ def test_a_sentence_encoder_that_cannot_be_used(model_folder: Callable[[str], Pa
     model = MACModel.from_config(with_encoder(None), device="cpu")
     narrow.save_pretrained(tmp_path / "narrow")
     model.base_lm.tokenizer.save_pretrained(tmp_path / "narrow")
-    with pytest.raises(ModelLoadError, match="has a width of 48, the base LM one of 384"):
+    with pytest.raises(ModelLoadError, match="has a width of 48, but the base LM has one of 384"):
         MACModel.from_config(with_encoder(SentenceEncoderConfig(name=str(tmp_path / "narrow"))), device="cpu")
 
 

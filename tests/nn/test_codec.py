@@ -137,7 +137,7 @@ class TestCodes:
 
     @pytest.mark.parametrize("rate", [0, NUMBERS + 1])
     def test_a_rate_that_cannot_be_had_is_refused(self, codec: KVCodec, rate: int) -> None:
-        with pytest.raises(ConfigError, match=f"{rate} bytes a token.* from 1 to {NUMBERS}"):
+        with pytest.raises(ConfigError, match=f"is {rate}; choose .* from 1 to {NUMBERS}"):
             codec.encode(keys_values(2), rate)
 
 
