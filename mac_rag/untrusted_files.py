@@ -61,7 +61,7 @@ def open_file(path: Path, *, follow: bool = False) -> BufferedReader:
 
     Raises:
         MalformedError: for a folder, a pipe, a device or a socket, and without `follow` for a symbolic link.
-        OSError: when there is no such file, or the system refuses it.
+        OSError: if there is no such file, or the system refuses it.
     """
     # Without O_NONBLOCK, opening a pipe waits for a writer.
     flags = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0) | getattr(os, "O_CLOEXEC", 0)
@@ -218,7 +218,7 @@ def json_end(text: str, start: int) -> int:
     """Where the JSON value ends that starts at a character.
 
     Raises:
-        MalformedError: when no JSON value starts there, or it is beyond the bounds of `parse_json`.
+        MalformedError: if no JSON value starts there, or it is beyond the bounds of `parse_json`.
     """
     try:
         return _DECODER.raw_decode(text, start)[1]

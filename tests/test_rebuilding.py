@@ -117,7 +117,7 @@ def test_an_interrupted_rebuild_goes_on(
         new.bank.close()
         assert run_in_process(interrupt, tmp_path / "old", tmp_path / "new", 3) == 9
     else:
-        encode, calls = new._adapter._encode, []
+        encode, calls = new._writer._encode, []
 
         def stop(*arguments):  # type: ignore[no-untyped-def]
             calls.append(arguments)
@@ -125,7 +125,7 @@ def test_an_interrupted_rebuild_goes_on(
                 raise KeyboardInterrupt
             return encode(*arguments)
 
-        monkeypatch.setattr(new._adapter, "_encode", stop)
+        monkeypatch.setattr(new._writer, "_encode", stop)
         with new.bank, pytest.raises(KeyboardInterrupt):
             rebuild(old, new)
     half = MemoryBank.open(tmp_path / "new", write=True)

@@ -34,7 +34,7 @@ def load_model(
 
     Raises:
         ConfigError: without a name, when the bank was written by a model that is not shipped and in no folder.
-        FingerprintError: when another model wrote the bank; names both.
+        FingerprintError: if another model wrote the bank; names both.
         ModelLoadError: see `MACModel.from_pretrained`.
     """
     from mac_rag.model import MACModel

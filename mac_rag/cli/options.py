@@ -74,7 +74,7 @@ def open_retriever(spec: str, folder: Path | None) -> Retriever | None:
     """The retriever that the options name; None for `none`.
 
     Raises:
-        ConfigError: when a folder is missing, or given for a retriever that takes none; and as `make_retriever`.
+        ConfigError: if a folder is missing, or given for a retriever that takes none; and as `make_retriever`.
     """
     from mac_rag.retrieval.registry import make_retriever, needs_folder
 

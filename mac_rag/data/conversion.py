@@ -98,7 +98,7 @@ def convert(path: Path, *, seconds: float = SECONDS) -> Converted:
         seconds: after that time, the file is refused.
 
     Raises:
-        DataError: when what reads the format is not installed; for a file that is missing, malformed, encrypted, or
+        DataError: if what reads the format is not installed; for a file that is missing, malformed, encrypted, or
             without text, or that takes more time, memory or space than one document may; names the file and the remedy.
     """
     answer = _WORKER.ask(path, seconds)
@@ -254,7 +254,7 @@ def read_pdf(file: BinaryIO) -> tuple[str, str | None]:
     Nothing is recognized in pictures.
 
     Raises:
-        UnreadableError: when pypdf is missing; for a file that is no PDF, encrypted, damaged, longer than is read, or
+        UnreadableError: if pypdf is missing; for a file that is no PDF, encrypted, damaged, longer than is read, or
             without text.
     """
     try:

@@ -356,7 +356,7 @@ def hub_splits(name: str | Path) -> list[str]:
     """The names of the splits of a data set of the Hub, `hub:OWNER/NAME` or `hub:OWNER/NAME/CONFIGURATION`.
 
     Raises:
-        DataError: when `datasets` is missing, and for a data set that is not found.
+        DataError: if `datasets` is missing, and for a data set that is not found.
     """
     return list(_loaded(str(name), None, str(name)))
 

@@ -68,7 +68,7 @@ def read_squad(path: str | Path, split: str) -> QADataset:
         split: one of `SPLITS`.
 
     Raises:
-        DataError: when the file is missing or damaged, or has not the layout and size of SQuAD.
+        DataError: if the file is missing or damaged, or has not the layout and size of SQuAD.
     """
     part = PARTS[split]
     file = _find(Path(path), part)
@@ -79,7 +79,7 @@ def download_squad(split: str) -> QADataset:
     """Reads one split from the Hugging Face Hub, at a pinned revision, through the `datasets` library and its cache.
 
     Raises:
-        DataError: when `datasets` is not installed or the Hub cannot be reached.
+        DataError: if `datasets` is not installed or the Hub cannot be reached.
     """
     part = PARTS[split]
     try:
@@ -180,7 +180,7 @@ def select_rows(rows: Sequence[SquadRow], part: Part, split: str, source: str) -
         source: name of the file or table, for messages.
 
     Raises:
-        DataError: when `rows` has not the size of the file that the paper split, or a row has no text, question or
+        DataError: if `rows` has not the size of the file that the paper split, or a row has no text, question or
             answer.
     """
     if len(rows) != part.rows:

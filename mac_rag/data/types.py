@@ -144,7 +144,7 @@ def first_documents(dataset: QADataset, count: int) -> QADataset:
     """The first `count` documents of a stream, or all if there are fewer, with the questions that need no others.
 
     Raises:
-        ConfigError: when documents would be left out, and a question names no document: it may be about one of these.
+        ConfigError: if documents would be left out, and a question names no document: it may be about one of these.
     """
     if count >= len(dataset.documents):
         return dataset

@@ -20,7 +20,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from mac_rag.adapting import GROUP, Adapter, check_supersession, is_lacking
+from mac_rag.adapting import GROUP, DocumentWriter, check_supersession, is_lacking
 from mac_rag.config import BoundConfig
 from mac_rag.data.characters import shown_id
 from mac_rag.data.provenance import Member
@@ -77,7 +77,7 @@ class BulkAdapter:
         self._model = model
         self._name = name
         self._folder = folder
-        self._adapter = Adapter(model, bound)
+        self._writer = DocumentWriter(model, bound)
         self._synced = SyncedBank(bank, retriever)
         self._actors = actors
 
@@ -124,7 +124,7 @@ class BulkAdapter:
     def _finish(self) -> None:
         """Finishes a change that was interrupted between retriever and bank."""
         bank = self._synced.bank
-        if bank.intent and (count := self._synced.finish(partial(self._adapter.remember, bank))):
+        if bank.intent and (count := self._synced.finish(partial(self._writer.remember, bank))):
             _log.warning("finished an interrupted change of retriever and bank: %d documents", count)
 
     def _amortize(self, ray: Any, job: Job, pending: _Pending, staging: Staging, progress: bool) -> dict[int, str]:
@@ -182,7 +182,7 @@ class BulkAdapter:
                     phi, counts = staging.read(blocks[number], len(new), self._model.row_shape)
                     rows = {document.id: own for document, own in zip(new, counts)}
                     count += len(phi)
-                forgotten += self._adapter.write_encoded(self._synced, documents, phi, rows, pending.unfiled)
+                forgotten += self._writer.write_encoded(self._synced, documents, phi, rows, pending.unfiled)
                 if number in blocks:
                     staging.drop(blocks[number])
                 bar.advance(len(documents))

@@ -26,7 +26,7 @@ from mac_rag.distributed.groups import Found, Group
 from mac_rag.errors import ConfigError, DocumentError, FingerprintError, MACError, WorkerError
 
 if TYPE_CHECKING:
-    from mac_rag.adapting import Adapter
+    from mac_rag.adapting import DocumentWriter
 
 _log = logging.getLogger(__name__)
 
@@ -178,8 +178,8 @@ class Amortizer:
         new = group.new(group.read(self._job.files))
         key = self._job.key(group)
         self._begin(key, new)
-        plan = self._adapter.plan(new, MemoryBank(self._job.fingerprint), self._job.on_long)
-        phi = self._adapter.encode(new, plan)
+        plan = self._writer.plan(new, MemoryBank(self._job.fingerprint), self._job.on_long)
+        phi = self._writer.encode(new, plan)
         assert phi is not None  # a group comes here only if the bank lacks some of it
         rows = [len(plan[document.id]) for document in new]
         return write_block(self._staging, key, Block(phi, rows))
@@ -200,10 +200,10 @@ class Amortizer:
         )
 
     @cached_property
-    def _adapter(self) -> Adapter:
+    def _writer(self) -> DocumentWriter:
         import torch
 
-        from mac_rag.adapting import Adapter
+        from mac_rag.adapting import DocumentWriter
         from mac_rag.model import MACModel
 
         torch.set_num_threads(CPUS)
@@ -213,4 +213,4 @@ class Amortizer:
                 f"{self._job.model} is another model on {platform.node()} than where the command was called; give "
                 "all machines of the cluster the same one"
             )
-        return Adapter(model, None)
+        return DocumentWriter(model, None)

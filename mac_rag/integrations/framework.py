@@ -209,7 +209,7 @@ def last_question(said: Sequence[Said], framework: Framework) -> str:
 
     Raises:
         InstructionError: for system messages, calls of tools, or a prompt in place of a question.
-        MACError: when there is no user message, or it holds more than text.
+        MACError: if there is no user message, or it holds more than text.
     """
     for one in said:
         if one.role == "system" and one.text.strip():

@@ -94,7 +94,7 @@ class Retriever(ABC):
                 are chosen, so `k` hits are returned if there are enough allowed ones.
 
         Raises:
-            ConfigError: when `k` is below 1.
+            ConfigError: if `k` is below 1.
             DocumentError: for a question with half of a surrogate pair or NUL.
         """
 
@@ -145,7 +145,7 @@ def check_k(k: int) -> None:
     """Checks the number of hits.
 
     Raises:
-        ConfigError: when `k` is below 1.
+        ConfigError: if `k` is below 1.
     """
     if k < 1:
         raise ConfigError(f"k must be at least 1, got {k}")
@@ -155,7 +155,7 @@ def check_request(questions: Sequence[str], k: int) -> None:
     """Checks what a retriever is asked.
 
     Raises:
-        ConfigError: when `k` is below 1.
+        ConfigError: if `k` is below 1.
         DocumentError: for a question with half of a surrogate pair or NUL.
     """
     check_k(k)

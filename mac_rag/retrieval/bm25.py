@@ -175,7 +175,7 @@ class BM25Retriever(RowRetriever):
         """Writes documents, terms and all settings to a folder, from which `load` reads them.
 
         Raises:
-            BankError: when metadata cannot be written as JSON.
+            BankError: if metadata cannot be written as JSON.
         """
         with self._change, self._lock:
             if self._rows.size > len(self):
@@ -197,7 +197,7 @@ class BM25Retriever(RowRetriever):
         """Reads a retriever from a folder, with the engine, idf and tokenizer that it was saved with.
 
         Raises:
-            BankError: when the folder holds no retriever, or it is damaged.
+            BankError: if the folder holds no retriever, or it is damaged.
         """
         body, arrays = snapshot.read(folder, KIND)
         with snapshot.damaged(folder):
@@ -253,7 +253,7 @@ def _checked_terms(arrays: Mapping[str, NDArray[Any]], documents: int, vocabular
     """The terms of each document.
 
     Raises:
-        MalformedError: when they are not those of so many documents, or not in the vocabulary.
+        MalformedError: if they are not those of so many documents, or not in the vocabulary.
     """
     lengths = snapshot.array(arrays, "lengths", np.int64, (documents,))
     terms = snapshot.array(arrays, "terms", np.int32, (None,))

@@ -53,10 +53,10 @@ class ChromaRetriever(Retriever):
         timeout: seconds that an answer of a server may take.
 
     Raises:
-        ConfigError: when chromadb is missing, the address is malformed or has a password, a header cannot be sent, or
+        ConfigError: if chromadb is missing, the address is malformed or has a password, a header cannot be sent, or
             the collection was not made by mac_rag.
-        FingerprintError: when another encoder made the vectors of the collection.
-        BankError: when the server does not answer, or another process has the folder open.
+        FingerprintError: if another encoder made the vectors of the collection.
+        BankError: if the server does not answer, or another process has the folder open.
     """
 
     def __init__(
@@ -340,7 +340,7 @@ def _hash_in(record: Any, document_id: str, place: str) -> str:
         place: the folder or address, for the message.
 
     Raises:
-        BankError: when it has none.
+        BankError: if it has none.
     """
     return _text_in(record, _HASH, document_id, place)
 
@@ -349,7 +349,7 @@ def _metadata_in(record: Any, document_id: str, place: str) -> dict[str, Any]:
     """The metadata in a record; see `_hash_in`.
 
     Raises:
-        BankError: when it has none, or they are no JSON object within the bounds of metadata.
+        BankError: if it has none, or they are no JSON object within the bounds of metadata.
     """
     text = _text_in(record, _METADATA, document_id, place)
     try:

@@ -141,7 +141,7 @@ class DenseRetriever(RowRetriever):
         """Writes documents and vectors to a folder, from which `load` reads them.
 
         Raises:
-            BankError: when metadata cannot be written as JSON.
+            BankError: if metadata cannot be written as JSON.
         """
         with self._lock:
             self._compact()
@@ -160,8 +160,8 @@ class DenseRetriever(RowRetriever):
             progress: see the class.
 
         Raises:
-            BankError: when the folder holds no retriever, or it is damaged.
-            FingerprintError: when another encoder made the vectors.
+            BankError: if the folder holds no retriever, or it is damaged.
+            FingerprintError: if another encoder made the vectors.
         """
         body, arrays = snapshot.read(folder, KIND)
         if body.get("encoder") != encoder.fingerprint:
@@ -263,7 +263,7 @@ class EmbeddingCache:
         """Writes embeddings `[N, D]` of the texts with these N hashes.
 
         Raises:
-            BankError: when the folder cannot be written to.
+            BankError: if the folder cannot be written to.
         """
         header = {"encoder": self._encoder, "hashes": json.dumps(list(hashes))}
         data = array_bytes({"embeddings": np.ascontiguousarray(vectors)}, metadata=header)
@@ -280,7 +280,7 @@ class EmbeddingCache:
         """Removes all files, once their embeddings are saved elsewhere.
 
         Raises:
-            BankError: when the folder cannot be written to.
+            BankError: if the folder cannot be written to.
         """
         self._places.clear()
         try:

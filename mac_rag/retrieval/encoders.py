@@ -142,8 +142,8 @@ def contriever(
         batch_tokens: number of tokens in a batch, padding included.
 
     Raises:
-        ModelLoadError: when there is no such model.
-        ConfigError: when there is no such device.
+        ModelLoadError: if there is no such model.
+        ConfigError: if there is no such device.
     """
     tower = _tower(place, AutoModel, AutoTokenizer, "mean", False, 512, device, batch_tokens)
     return TowerEncoder("contriever", tower, tower)
@@ -163,8 +163,8 @@ def dpr(
         device: device of the networks; None for a GPU if there is one.
 
     Raises:
-        ModelLoadError: when there is no such model.
-        ConfigError: when there is no such device.
+        ModelLoadError: if there is no such model.
+        ConfigError: if there is no such device.
     """
     documents = _tower(document_place, DPRContextEncoder, DPRContextEncoderTokenizer, "pooler", False, 512, device)
     questions = _tower(question_place, DPRQuestionEncoder, DPRQuestionEncoderTokenizer, "pooler", False, 512, device)
@@ -178,8 +178,8 @@ def minilm(*, device: str | None = None) -> TowerEncoder:
         device: device of the network; None for a GPU if there is one.
 
     Raises:
-        ModelLoadError: when the package is missing or damaged (see `minilm_folder`).
-        ConfigError: when there is no such device.
+        ModelLoadError: if the package is missing or damaged (see `minilm_folder`).
+        ConfigError: if there is no such device.
     """
     tower = _tower(str(minilm_folder()), AutoModel, AutoTokenizer, "mean", True, 256, device)
     return TowerEncoder("minilm", tower, tower)
@@ -197,8 +197,8 @@ class SentenceTransformerEncoder:
         fingerprint: hash of configuration, prompts and weights.
 
     Raises:
-        ModelLoadError: when sentence-transformers is missing, or there is no such model.
-        ConfigError: when there is no such device.
+        ModelLoadError: if sentence-transformers is missing, or there is no such model.
+        ConfigError: if there is no such device.
     """
 
     def __init__(self, place: str, *, device: str | None = None) -> None:

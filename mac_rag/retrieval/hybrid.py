@@ -113,7 +113,7 @@ class HybridRetriever(Retriever):
         """Writes the retrievers to the folders `0`, `1`, ... inside `folder`.
 
         Raises:
-            ConfigError: when one of them does not keep its documents itself.
+            ConfigError: if one of them does not keep its documents itself.
         """
         with self._lock:
             for index, retriever in enumerate(self.retrievers):

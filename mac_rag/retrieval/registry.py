@@ -50,8 +50,8 @@ def make_retriever(spec: str, *, folder: Path | None = None, progress: bool = Fa
 
     Raises:
         ConfigError: for an unknown name; lists the names.
-        ModelLoadError: when an encoder cannot be loaded.
-        BankError: when `folder` holds another retriever, or is damaged; when Chroma cannot be reached.
+        ModelLoadError: if an encoder cannot be loaded.
+        BankError: if `folder` holds another retriever, or is damaged; when Chroma cannot be reached.
     """
     if spec == "none":
         return None

@@ -46,7 +46,7 @@ def write(folder: Path, kind: str, body: Mapping[str, Any], arrays: Mapping[str,
         arrays: everything that it keeps as arrays, by name.
 
     Raises:
-        BankError: when `body` cannot be written as JSON, or the folder cannot be written to.
+        BankError: if `body` cannot be written as JSON, or the folder cannot be written to.
     """
     data = array_bytes({name: np.ascontiguousarray(values) for name, values in arrays.items()})
     digest = hashlib.sha256(data).hexdigest()
@@ -74,7 +74,7 @@ def exists(folder: Path) -> bool:
     """True if the folder holds a retriever.
 
     Raises:
-        BankError: when the folder cannot be read.
+        BankError: if the folder cannot be read.
     """
     try:
         return (folder / MANIFEST).exists()
@@ -86,7 +86,7 @@ def read(folder: Path, kind: str) -> tuple[dict[str, Any], dict[str, NDArray[Any
     """Reads the body and the arrays that `write` wrote.
 
     Raises:
-        BankError: when there is no retriever, it has another kind or format, or it is damaged.
+        BankError: if there is no retriever, it has another kind or format, or it is damaged.
     """
     path = folder / MANIFEST
     try:
@@ -181,7 +181,7 @@ def array(arrays: Mapping[str, NDArray[Any]], name: str, kind: type, shape: tupl
         shape: its shape; None for a length that may be any.
 
     Raises:
-        MalformedError: when it is missing or has another kind or shape, or has numbers that are not finite.
+        MalformedError: if it is missing or has another kind or shape, or has numbers that are not finite.
     """
     values = arrays.get(name)
     if values is None or values.dtype != kind or len(values.shape) != len(shape):

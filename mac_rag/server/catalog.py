@@ -138,7 +138,7 @@ class BankCatalog:
 
         Raises:
             APIError: 400 for a name that is none, or for what a bank in shards cannot do; 409 for a name that is taken.
-            ModelLoadError: when what the retriever needs is not installed.
+            ModelLoadError: if what the retriever needs is not installed.
         """
         check_bank_name(name)
         if retriever not in RETRIEVERS:

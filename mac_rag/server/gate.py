@@ -88,7 +88,7 @@ class Gate:
         """Whoever asks; None for what is public.
 
         Raises:
-            APIError: when it may not ask.
+            APIError: if it may not ask.
         """
         if sum(len(name) + len(value) for name, value in scope["headers"]) > _HEADER_BYTES:
             raise APIError(431, f"the headers may have {_HEADER_BYTES:,} bytes")
@@ -219,7 +219,7 @@ class RateLimit:
         """Counts a request.
 
         Raises:
-            APIError: 429 when there were too many; says when to try again.
+            APIError: 429 if there were too many; says when to try again.
         """
         if not self._per_minute:
             return

@@ -120,7 +120,7 @@ class Jobs:
             clean: removes what was read; called when the job has ended, however it does.
 
         Raises:
-            APIError: 429 when too many wait; 503 when the server ends.
+            APIError: 429 if too many wait; 503 if the server ends.
         """
         job = Job(f"job-{token_hex(12)}", bank.name, owner)
         with self._lock:

@@ -73,8 +73,8 @@ class Replicas:
         """Answers questions in one of the replicas.
 
         Raises:
-            APIError: 503 when it is lost.
-            CancelledError: when `cancelled` says so.
+            APIError: 503 if it is lost.
+            CancelledError: if `cancelled` says so.
             MACError: what the replica raises.
         """
         response: Any = self._handle.answer.remote(sent)
@@ -93,7 +93,7 @@ class Replicas:
         """Yields an answer piece by piece from one of the replicas.
 
         Raises:
-            APIError: 503 when it is lost.
+            APIError: 503 if it is lost.
             MACError: what the replica raises.
         """
         response: Any = self._handle.options(stream=True).stream.remote(sent)
@@ -175,7 +175,7 @@ class ReplicatedAsking(Asking):
         """As `Asking.answer`.
 
         Raises:
-            APIError: 503 when the replica is lost.
+            APIError: 503 if the replica is lost.
             MACError: as `MACEngine.answer`.
         """
         sent = self._sent(questions)
@@ -186,7 +186,7 @@ class ReplicatedAsking(Asking):
         """As `Asking.stream`.
 
         Raises:
-            APIError: 503 when the replica is lost.
+            APIError: 503 if the replica is lost.
             MACError: as `MACEngine.stream`.
         """
         sent = self._sent([question])
@@ -258,7 +258,7 @@ class Replica:
 
         Raises:
             APIError: 404 for a bank that was deleted since the question was sent.
-            BankError: when it is damaged.
+            BankError: if it is damaged.
         """
         with self._lock:
             if sent.number > self._newest:

@@ -83,7 +83,7 @@ class ServedBank:
             on_bad: takes each document that cannot be adapted to, and its error; None to refuse all of them then.
 
         Raises:
-            APIError: when the bank is being deleted, or the server ends.
+            APIError: if the bank is being deleted, or the server ends.
             MACError: as `MACEngine.adapt`.
         """
         with self._change():
@@ -118,7 +118,7 @@ class ServedBank:
         """A document: id, metadata, date, and its text where the bank or the retriever keeps it.
 
         Raises:
-            APIError: 404 when the bank does not hold it.
+            APIError: 404 if the bank does not hold it.
         """
         seen = self.engine.snapshot
         if document_id not in seen:
@@ -144,7 +144,7 @@ class ServedBank:
             limit: most documents.
 
         Raises:
-            APIError: 404 when the bank does not hold the document `after`.
+            APIError: 404 if the bank does not hold the document `after`.
         """
         members = self._members(after)
         page = [_described(member) for member in islice(members, limit)]

@@ -49,8 +49,8 @@ class Workers:
             units: how much of the bound it takes.
 
         Raises:
-            APIError: 429 when too much waits; 503 when the server ends; 504 when it takes too long.
-            ClientGoneError: when the client has gone.
+            APIError: 429 if too much waits; 503 if the server ends; 504 if it takes too long.
+            ClientGoneError: if the client has gone.
             Exception: what `work` raises.
         """
         gone = threading.Event()

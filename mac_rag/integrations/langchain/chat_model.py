@@ -166,7 +166,7 @@ class ChatMAC(BaseChatModel):
     Raises:
         ConfigError: for an unknown argument. LangChain's `api_key`, `base_url`, `max_retries` and `timeout`, which are
             about a network, have no effect.
-        ModelLoadError: when the model cannot be loaded.
+        ModelLoadError: if the model cannot be loaded.
     """
 
     model: str = ""

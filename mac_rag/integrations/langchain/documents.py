@@ -87,7 +87,7 @@ def from_source(source: Source, engine: MACEngine) -> LangChainDocument:
     """A document of the bank, with its share of the attention in its metadata.
 
     Raises:
-        BankError: when neither the bank nor the engine's retriever holds its text.
+        BankError: if neither the bank nor the engine's retriever holds its text.
     """
     text, retriever = source.text, engine.retriever
     if text is None and retriever is not None and source.document_id in retriever:

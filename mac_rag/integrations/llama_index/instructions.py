@@ -209,8 +209,8 @@ def read_slots(prompt: BasePromptTemplate, prompt_args: Mapping[str, Any]) -> Re
         prompt_args: values of its slots.
 
     Raises:
-        InstructionError: when the template asks for structured output.
-        MACError: when no slot holds a question.
+        InstructionError: if the template asks for structured output.
+        MACError: if no slot holds a question.
     """
     if prompt.output_parser is not None:
         raise InstructionError(

@@ -131,8 +131,8 @@ class MACLLM(CustomLLM, FilteringComponent, NodeReader):
         callback_manager: LlamaIndex's callback manager.
 
     Raises:
-        ConfigError: when both `model` and `engine` are given.
-        ModelLoadError: when the model cannot be loaded.
+        ConfigError: if both `model` and `engine` are given.
+        ModelLoadError: if the model cannot be loaded.
     """
 
     model: str = Field(description="Name or path of the model; a description if it is an object.")
@@ -325,9 +325,9 @@ class MACLLM(CustomLLM, FilteringComponent, NodeReader):
             kwargs: `max_tokens`, the longest answer, and `temperature`, `top_p`, `seed` and `stop` (see `Sampling`).
 
         Raises:
-            InstructionError: when `prompt` is a prompt to complete and not a question.
+            InstructionError: if `prompt` is a prompt to complete and not a question.
             BankError: for an empty bank, if memory is required or there is no context either.
-            FingerprintError: when another model wrote the bank.
+            FingerprintError: if another model wrote the bank.
             DocumentError: for an empty question, or one that alone is beyond the LM's window.
             MACError: for any other option.
         """
@@ -381,7 +381,7 @@ class MACLLM(CustomLLM, FilteringComponent, NodeReader):
             InstructionError: for system messages, results of tools, or a prompt to complete in place of a question, if
                 the checkpoint follows no instructions.
             PromptError: for a conversation that the chat template refuses, or that is beyond the window.
-            MACError: when there is no user message, or one holds more than text; and as `complete`.
+            MACError: if there is no user message, or one holds more than text; and as `complete`.
         """
         request, options = self._conversation(messages, question, contexts), self._options(kwargs)
         answer = self._answer(request, options)
@@ -437,7 +437,7 @@ class MACLLM(CustomLLM, FilteringComponent, NodeReader):
         Raises:
             InstructionError: for a template that asks for anything but the answer to a question, if the checkpoint
                 follows no instructions.
-            MACError: when the slots hold no question; and as `complete`.
+            MACError: if the slots hold no question; and as `complete`.
         """
         request = self._request(prompt, prompt_args)
         answer = request.settled

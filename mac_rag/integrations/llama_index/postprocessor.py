@@ -131,8 +131,8 @@ class MACNodePostprocessor(FilteringComponent, BaseNodePostprocessor):
         """Processes nodes as the class says.
 
         Raises:
-            MACError: when there is no question.
-            FingerprintError: when another model wrote the bank.
+            MACError: if there is no question.
+            FingerprintError: if another model wrote the bank.
             ConfigError: for a source in which nodes cannot be found.
         """
         if query_bundle is None:

@@ -67,7 +67,7 @@ class MACRetriever(BaseRetriever):
         callback_manager: LlamaIndex's callback manager.
 
     Raises:
-        ConfigError: when `similarity_top_k` is below 1; for an engine whose bank keeps no texts, without a source; and
+        ConfigError: if `similarity_top_k` is below 1; for an engine whose bank keeps no texts, without a source; and
             for a source or a moment without an engine.
     """
 
@@ -197,7 +197,7 @@ def kept_text(bank: BankContents, document_id: str) -> tuple[Member, str]:
     """A document of a bank that keeps texts, and its text.
 
     Raises:
-        BankError: when the bank has lost the text, or does not hold the document.
+        BankError: if the bank has lost the text, or does not hold the document.
     """
     entry = bank[document_id]
     place = entry.place(document_id)

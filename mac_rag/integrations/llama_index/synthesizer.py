@@ -84,7 +84,7 @@ class MACSynthesizer(BaseSynthesizer):
         callback_manager: LlamaIndex's callback manager.
 
     Raises:
-        ConfigError: when the LLM is no `MACLLM`.
+        ConfigError: if the LLM is no `MACLLM`.
     """
 
     def __init__(

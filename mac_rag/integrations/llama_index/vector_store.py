@@ -85,7 +85,7 @@ class MACVectorStore(EngineComponent, BasePydanticVectorStore):
         """Deletes a document from the bank and the vector store.
 
         Raises:
-            BankError: when the bank is not open for writing.
+            BankError: if the bank is not open for writing.
             ConfigError: with `filed_by="node"`, when the vector store cannot find the nodes of a document.
         """
         self._forget(self._bank_ids(ref_doc_id))

@@ -95,7 +95,7 @@ class MemoryWriter(EngineComponent, TransformComponent):
 
         Raises:
             ConfigError: for an index whose vector store does not give its nodes out.
-            FingerprintError: when another model wrote the bank.
+            FingerprintError: if another model wrote the bank.
         """
         writer = cls(MACEngine() if engine is None else engine, filed_by=filed_by, show_progress=show_progress)
         writer.engine.adapt(documents_in(index, filed_by), progress=show_progress)
@@ -125,9 +125,9 @@ class MemoryWriter(EngineComponent, TransformComponent):
         """Adapts the bank and returns `nodes`.
 
         Raises:
-            BankError: when two nodes belong to one document of the bank; when the bank is lost.
+            BankError: if two nodes belong to one document of the bank; when the bank is lost.
             DocumentError: for a node without text.
-            FingerprintError: when another model wrote the bank.
+            FingerprintError: if another model wrote the bank.
         """
         documents = self._documents(nodes)
         self._check_docstore(documents)
