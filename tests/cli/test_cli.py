@@ -141,8 +141,8 @@ class TestBadInput:
     @pytest.mark.parametrize(
         ("options", "message"),
         [
-            (["--actors", 2], "--actors 2 is for --ray; add --ray, or leave it out"),
-            (["--ray", "--device-map", "auto"], "--device-map auto is for one process; leave it out, or --ray"),
+            (["--actors", 2], "--actors 2 needs --ray; add --ray, or leave --actors out"),
+            (["--ray", "--device-map", "auto"], "--device-map auto does not work with --ray; leave one of them out"),
         ],
     )
     def test_options_of_ray(self, tmp_path: Path, options: list[object], message: str) -> None:

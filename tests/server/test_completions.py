@@ -161,7 +161,7 @@ class TestOpenAIClient:
         with running.client() as plain:
             wrong = plain.get("/v1/chat/completions")
             assert (wrong.status_code, wrong.headers["allow"]) == (405, "POST")
-            assert "another method" in wrong.json()["error"]["message"]
+            assert "openapi.json" in wrong.json()["error"]["message"]
             for content in (b"[]", json.dumps({"model": "tiny:news", "messages": MESSAGES}).encode()):
                 form = plain.post("/v1/chat/completions", content=content)
                 assert form.status_code == 400
@@ -230,7 +230,7 @@ class TestOwnFields:
         before = [{"role": "system", "content": "Be brief."}, *MESSAGES]
         answer = self.ask(running, messages=before)
         assert answer["choices"][0]["message"]["content"] == "180"
-        assert "last message alone" in answer["notes"][0]
+        assert "only the last message" in answer["notes"][0]
 
 
 def test_a_conversation_is_read_by_a_model_that_chats(chat_checkpoint: Any) -> None:

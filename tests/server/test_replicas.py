@@ -120,7 +120,7 @@ def test_another_bank_of_the_same_name_is_opened_anew_and_a_deleted_one_is_close
 
 
 def test_a_model_that_differs_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(FingerprintError, match="mac-tiny has another fingerprint here"):
+    with pytest.raises(FingerprintError, match="mac-tiny is not the server's model"):
         Replica("mac-tiny", "0" * 64, tmp_path, 8, 0.0)
 
 
@@ -130,8 +130,8 @@ def test_options_that_need_ray_are_refused_without_it(tmp_path: Path) -> None:
     from mac_rag.cli.main import app
 
     for arguments, message in (
-        (["--replicas", "3"], "--replicas 3 is for --ray"),
-        (["--ray", "--device-map", "auto"], "--device-map auto is for one process"),
+        (["--replicas", "3"], "--replicas 3 needs --ray"),
+        (["--ray", "--device-map", "auto"], "--device-map auto does not work with --ray"),
     ):
         failed = CliRunner().invoke(app, ["serve", "--data", str(tmp_path), *arguments])
         assert isinstance(failed.exception, ConfigError)
