@@ -265,7 +265,7 @@ async def _forget(service: Service, name: str, ids: Iterable[str], who: Principa
 def _job(service: Service, job_id: str, who: Principal) -> Job:
     job = service.jobs.get(job_id)
     if job is None or not who.sees(job.bank):
-        raise APIError(404, f"there is no job {job_id!r:.80} that this key may see", code="job_not_found")
+        raise APIError(404, "this key may see no such job; GET /v1/jobs lists those it may see", code="job_not_found")
     return job
 
 

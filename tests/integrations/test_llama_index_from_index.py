@@ -191,7 +191,7 @@ def test_nodes_without_text_are_left_out(engine: RecordingEngine, caplog: pytest
 def test_sources_that_give_nothing_out_are_named(engine: RecordingEngine) -> None:
     with pytest.raises(ConfigError, match="SimpleVectorStore"):
         MemoryWriter.from_index(SimpleVectorStore(), engine)
-    with pytest.raises(ConfigError, match="list is no source"):
+    with pytest.raises(ConfigError, match="list is not a source"):
         MemoryWriter.from_index(facts(), engine)
 
 
