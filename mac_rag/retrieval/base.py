@@ -55,7 +55,7 @@ class Retriever(ABC):
 
     @abstractmethod
     def add(self, documents: Sequence[Document]) -> None:
-        """Adds documents behind the existing ones. On an error the retriever does not change.
+        """Adds documents after the existing ones. On an error, the retriever does not change.
 
         Raises:
             BankError: for an id that exists already or occurs twice.
@@ -104,7 +104,7 @@ class Retriever(ABC):
 
     @abstractmethod
     def __contains__(self, document_id: object) -> bool:
-        """True if the retriever holds a document of this id."""
+        """True if the retriever holds a document with this id."""
 
     def held(self, document_ids: Iterable[str]) -> list[str]:
         """Those of these ids that the retriever holds, in their order."""
@@ -119,16 +119,16 @@ class Retriever(ABC):
         Raises:
             ConfigError: for a retriever that cannot tell what it holds.
         """
-        raise ConfigError(f"{type(self).__name__} does not tell which texts it holds")
+        raise ConfigError(f"{type(self).__name__} does not tell which texts it holds; use a retriever that does")
 
     def documents(self, document_ids: Collection[str]) -> list[Document]:
-        """The documents of these ids, in their order.
+        """The documents with these ids, in their order.
 
         Raises:
             BankError: for an unknown id.
             ConfigError: for a retriever that cannot tell what it holds.
         """
-        raise ConfigError(f"{type(self).__name__} does not tell which texts it holds")
+        raise ConfigError(f"{type(self).__name__} does not tell which texts it holds; use a retriever that does")
 
     def save(self, folder: Path) -> None:
         """Writes the retriever to a folder, from which `make_retriever` reads it.
@@ -138,7 +138,7 @@ class Retriever(ABC):
         Raises:
             ConfigError: for a retriever that does not keep its documents itself.
         """
-        raise ConfigError(f"{type(self).__name__} keeps no documents of its own to save; save what it is built on")
+        raise ConfigError(f"{type(self).__name__} keeps no documents itself; save the index that it reads")
 
 
 def check_k(k: int) -> None:
@@ -152,7 +152,7 @@ def check_k(k: int) -> None:
 
 
 def check_request(questions: Sequence[str], k: int) -> None:
-    """Checks what a retriever is asked.
+    """Checks the arguments of `retrieve`.
 
     Raises:
         ConfigError: if `k` is below 1.
@@ -167,8 +167,8 @@ def check_documents(documents: Sequence[Document]) -> None:
     """Checks that documents can be kept exactly, and that their ids are distinct.
 
     Raises:
-        BankError, DocumentError: see `mac_rag.data.provenance.check_document`; BankError when two documents have the
-            same id; names it.
+        BankError, DocumentError: see `mac_rag.data.provenance.check_document`.
+        BankError: if two documents have the same id; names it.
     """
     for document in documents:
         check_document(document)
