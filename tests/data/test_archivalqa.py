@@ -169,7 +169,7 @@ def test_what_the_schema_cannot_hold_is_refused(tmp_path: Path) -> None:
         "in the order in which the questions first ask": QADataset("any", "train", (first, second), asked),
         "'q' has 2 answers": one(first, "x", "y"),
         r"cannot hold: \['source'\]": one(Document("1", "one", {**dated, "source": "wire"}), "x"),
-        "has no date such as 2004-01-31 in its metadata, but ''": one(Document("1", "one"), "x"),
+        "has the date '' in its metadata; give one such as 2004-01-31": one(Document("1", "one"), "x"),
     }
     for message, dataset in cases.items():
         with pytest.raises(DataError, match=message):

@@ -317,7 +317,7 @@ def test_what_is_no_conversation_is_an_error(make_llm: LLMFactory) -> None:
         llm.chat([ChatMessage(content="Who?"), ChatMessage(role="tool", content="42")])
     with pytest.raises(MACError, match="a message of the user holds image"):
         llm.chat([ChatMessage(blocks=[ImageBlock(url="http://localhost/x.png")])])
-    with pytest.raises(PromptError, match="from assistant; end it with a user message"):
+    with pytest.raises(PromptError, match="must end with a message of the user, but the last one is of assistant"):
         llm.chat([ChatMessage(content="Who?"), ChatMessage(role="assistant", content="Me.")])
 
 

@@ -330,7 +330,7 @@ class ChatMAC(BaseChatModel):
         conversation = read_conversation(plain_messages(messages), FRAMEWORK)
         last = conversation[-1].role if conversation else "nobody"
         if last != "user":
-            raise PromptError(f"the last message of the conversation is from {last}; end it with a user message")
+            raise PromptError(f"a conversation must end with a message of the user, but the last one is of {last}")
         return conversation[-1].text, conversation[:-1]
 
     def _read(self, call: ChatCall) -> PromptWithDocuments:
