@@ -206,7 +206,7 @@ class TestBadInput:
 
     def test_folder_of_other_files(self, model: str, notes: list[str], tmp_path: Path) -> None:
         before = sorted(tmp_path.iterdir())
-        assert "choose a new or empty folder for --bank" in refusal("adapt", *notes, "--bank", tmp_path, "--model", model)
+        assert "empty folder for --bank" in refusal("adapt", *notes, "--bank", tmp_path, "--model", model)
         assert sorted(tmp_path.iterdir()) == before
 
     def test_unknown_model(self, notes: list[str], tmp_path: Path) -> None:
