@@ -28,7 +28,7 @@ from mac_rag.errors import DataError
 from mac_rag.untrusted_files import DOCUMENT, METADATA_DEPTH, MalformedError, open_file, parse_json
 
 SUFFIXES = (".html", ".htm", ".xhtml", ".pdf", ".docx")
-SECONDS = 120.0  # most time for one file
+_SECONDS = 120.0  # most time for one file
 # Most bytes of an answer, which is a line of JSON in ASCII: up to six bytes for each character.
 _LONGEST_LINE = 6 * DOCUMENT + (1 << 20)
 # Most bytes of a file, most of which may be pictures.
@@ -90,19 +90,15 @@ def is_converted(path: Path) -> bool:
     return path.suffix.lower() in SUFFIXES
 
 
-def convert(path: Path, *, seconds: float = SECONDS) -> Converted:
+def convert(path: Path) -> Converted:
     """Reads the text of an HTML, PDF or DOCX file. The ending of its name tells the format.
-
-    Args:
-        path: the file.
-        seconds: most time for the file; it is refused if it takes longer.
 
     Raises:
         DataError: if the package that reads the format is not installed; for a file that is missing, malformed,
             encrypted, or without text, or that takes more time, memory or space than one document may. Names the file
             and the remedy.
     """
-    answer = _WORKER.ask(path, seconds)
+    answer = _WORKER.ask(path, _SECONDS)
     if "error" in answer:
         raise DataError(f"{path} {answer['error']}")
     return Converted(answer["text"], answer["title"])
@@ -151,7 +147,7 @@ class _Worker:
             return answer
         if late:
             return {"error": f"takes more than {seconds:g} s to convert; convert it to text by other means"}
-        return {"error": "cannot be converted: its reader crashed; convert it to text by other means"}
+        return {"error": "cannot be converted: its reader has crashed; convert it to text by other means"}
 
     def _running(self) -> subprocess.Popen[bytes]:
         if self._process is None or self._owner != os.getpid() or self._process.poll() is not None:

@@ -69,12 +69,6 @@ def first_time(topic: str) -> bool:
         return is_first
 
 
-def forget_warnings() -> None:
-    """Allows every warning once more."""
-    with _lock:
-        _topics.clear()
-
-
 def warn_of_empty_bank(what: str, bank: BankContents) -> None:
     """Warns, once for each bank, that the bank is empty although there are documents.
 

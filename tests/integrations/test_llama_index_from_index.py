@@ -25,12 +25,11 @@ from llama_index.vector_stores.chroma import ChromaVectorStore
 
 import mac_rag.adapting
 from mac_rag.errors import BankError, ConfigError
-from mac_rag.integrations.framework import forget_warnings
 from mac_rag.integrations.llama_index import MACVectorStore, MemoryWriter
 from mac_rag.integrations.llama_index.writer import documents_in
 from mac_rag.memory.bank import MemoryBank
 from mac_rag.model import MACModel
-from tests.integrations.helpers import FACTS, HashEmbedding, RecordingEngine
+from tests.integrations.helpers import FACTS, HashEmbedding, RecordingEngine, forget_warnings
 
 QUESTION = "Who opened the bridge of Norrland?"
 
