@@ -183,13 +183,7 @@ def routes(service: Service) -> APIRouter:
         bank = service.bank(name, who)
         if bank.retriever == "none":
             raise APIError(400, f"bank {name} has no retriever; make a bank that has one, such as bm25", param="name")
-        if len(body.query) > service.limits.question_characters:
-            raise APIError(
-                400,
-                f"the query has {len(body.query):,} characters, and {service.limits.question_characters:,} are the "
-                "most; shorten it",
-                param="query",
-            )
+        service.checked_question(body.query)
 
         def work(_: object) -> list[dict[str, Any]]:
             allowed = bank.allowed(body.filters)

@@ -76,7 +76,7 @@ def routes(service: Service) -> APIRouter:
         _check_completion(body)
         texts = [body.prompt] if isinstance(body.prompt, str) else body.prompt
         question, notes = _question(service, body, who, "", body.max_tokens)
-        questions = [replace(question, text=_within(service, text)) for text in texts]
+        questions = [replace(question, text=service.checked_question(text)) for text in texts]
         shape = _Completion(body.model, notes)
         if body.stream:
             return await _streamed(service, questions, shape, _wants_usage(body))
@@ -87,7 +87,9 @@ def routes(service: Service) -> APIRouter:
         """Vectors of texts, by the sentence encoder."""
         if body.model != EMBEDDING_MODEL:
             raise no_such_model(body.model)
-        texts = [_within(service, text) for text in ([body.input] if isinstance(body.input, str) else body.input)]
+        texts = [
+            service.checked_question(text) for text in ([body.input] if isinstance(body.input, str) else body.input)
+        ]
 
         def work(_: Callable[[], bool]) -> Any:
             encoder = service.encoder()
@@ -294,7 +296,7 @@ def _question(
         tuple(stop),
     )
     question = Question(
-        _within(service, text),
+        service.checked_question(text),
         bank,
         use_memory=body.memory,
         use_retriever=_uses_retriever(body.retriever, bank),
@@ -335,17 +337,6 @@ def _uses_retriever(wanted: str | bool | None, bank: ServedBank | None) -> bool:
         has = "no bank" if bank is None else f"the retriever {bank.retriever}"
         raise APIError(400, f"retriever is {wanted!r:.40}, and this model has {has}; leave it out", param="retriever")
     return True
-
-
-def _within(service: Service, text: str) -> str:
-    most = service.limits.question_characters
-    if len(text) > most:
-        raise APIError(
-            400,
-            f"a question or text has {len(text):,} characters, and {most:,} are the most; shorten it",
-            code="too_long",
-        )
-    return text
 
 
 def _check_common(body: AnswerRequest) -> None:

@@ -55,7 +55,7 @@ def make_tools(service: Service) -> MCPServer[Any]:
 
         async def work() -> dict[str, Any]:
             place = service.bank(bank, _principal(context, "read"))
-            one = Question(_within(service, question), place, as_of=as_of, sources=_SOURCES)
+            one = Question(service.checked_question(question), place, as_of=as_of, sources=_SOURCES)
             [reply] = await service.questions.run(lambda gone: service.asking.answer([one], gone))
             sources = [
                 {"id": source.document_id, "attention": source.share, "sentence": source.sentence}
@@ -99,7 +99,7 @@ def make_tools(service: Service) -> MCPServer[Any]:
 
         async def work() -> dict[str, Any]:
             place = service.bank(bank, _principal(context, "read"))
-            text, most = _within(service, query), max(1, min(k, 100))
+            text, most = service.checked_question(query), max(1, min(k, 100))
             hits = await service.questions.run(lambda _: service.asking.search(place, text, most, None, None))
             return {"hits": [{"id": hit.document_id, "score": hit.score, "text": hit.text} for hit in hits]}
 
@@ -128,13 +128,6 @@ def _principal(context: Context[Any, Any], scope: Scope) -> Principal:
     if not who.may(scope):
         raise APIError(403, f"this needs a key with the scope {scope}, and this one has {who.scope}")
     return who
-
-
-def _within(service: Service, text: str) -> str:
-    most = service.limits.question_characters
-    if len(text) > most:
-        raise APIError(400, f"the question has {len(text):,} characters, and {most:,} are the most; shorten it")
-    return text
 
 
 async def _with_tool_errors(work: Callable[[], Awaitable[_T]]) -> _T:

@@ -159,6 +159,19 @@ class Service:
         self.audit.note(who.name, "bank.create", name, retriever=retriever)
         return bank
 
+    def checked_question(self, text: str) -> str:
+        """Returns a question, prompt or search if it is not too long.
+
+        Raises:
+            APIError: 400 if it has more than `Limits.question_characters`.
+        """
+        most = self.limits.question_characters
+        if len(text) > most:
+            raise APIError(
+                400, f"a text has {len(text):,} characters, and {most:,} are the most; shorten it", code="too_long"
+            )
+        return text
+
     def encoder(self) -> Encoder:
         """The sentence encoder, which the first call loads.
 
