@@ -87,7 +87,7 @@ def test_a_date_of_another_form_is_named(tmp_path: Path, date: str) -> None:
 @pytest.mark.parametrize("change", [{"ans_paragraph": "Another text."}, {"title": "GOLF"}, {"date": "1999-01-01"}])
 def test_one_id_for_two_documents_is_refused(tmp_path: Path, change: dict[str, str]) -> None:
     file = write(tmp_path / "test.csv", {}, change)
-    with pytest.raises(DataError, match=r"row 2 .*, column 'para_id': '1043631_15' names a document of another"):
+    with pytest.raises(DataError, match=r"row 2 .*, column 'para_id': '1043631_15' names a document with another"):
         read_archivalqa(file, "test")
 
 

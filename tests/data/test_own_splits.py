@@ -187,5 +187,5 @@ def test_a_split_without_questions_tells_where_they_are(tmp_path: Path) -> None:
     for document in read(path).documents:
         own = drawn_split(document)
     other = "val" if own == "test" else "test"
-    with pytest.raises(DataError, match=f"split '{other}' of .* holds no question: of all 3, .*3 are in {own}"):
+    with pytest.raises(DataError, match=f"split '{other}' of .* holds no questions: of all 3, .*3 are in {own}"):
         read(path, other)
