@@ -333,7 +333,7 @@ class MACEngine:
             BankError: with `use_memory`, for an empty bank, or if none of its documents is allowed or counts by then.
             ConfigError: for `sources` with an `attention` that does not tell single documents apart; for a
                 `min_confidence` outside [0, 1], or if no calibration was fitted for the model and this kind of answer.
-            DataError: for an `as_of` that is no date.
+            DataError: for an `as_of` that is not a date.
             DocumentError: for an empty question, or a prompt that exceeds the window.
             FingerprintError: if another model wrote the bank.
         """
@@ -459,7 +459,7 @@ class MACEngine:
         Takes the arguments of `answer`.
 
         Raises:
-            DataError: for an `as_of` that is no date.
+            DataError: for an `as_of` that is not a date.
             DocumentError: for an empty question.
             FingerprintError: if another model wrote the bank.
         """
@@ -479,7 +479,7 @@ class MACEngine:
 
         Raises:
             BankError: for an empty bank, or if none of its documents is allowed.
-            DataError: for an `as_of` that is no date.
+            DataError: for an `as_of` that is not a date.
             DocumentError: for an empty question, or one that exceeds the limit.
             FingerprintError: if another model wrote the bank.
         """
@@ -502,7 +502,7 @@ class MACEngine:
         Raises:
             BankError: for an empty bank, or if none of its documents is allowed.
             ConfigError: for an `attention` that does not tell single documents apart.
-            DataError: for an `as_of` that is no date.
+            DataError: for an `as_of` that is not a date.
         """
         moment = moment_of_question(as_of)
         return self._queue.submit(
@@ -539,7 +539,7 @@ class MACEngine:
         Raises:
             BankError: with `use_memory`, for an empty bank, or if none of its documents is allowed.
             ConfigError: for an `attention` that does not tell single documents apart.
-            DataError: for an `as_of` that is no date.
+            DataError: for an `as_of` that is not a date.
         """
         moment = moment_of_question(as_of)
         with self._queue.turn():

@@ -29,7 +29,7 @@ from mac_rag.data.types import AdaptReport
 from mac_rag.distributed.cluster import connected_ray
 from mac_rag.distributed.groups import Found, Group
 from mac_rag.distributed.staging import Staging
-from mac_rag.distributed.workers import CPUS, Amortizer, Job, find_documents, from_row, to_row
+from mac_rag.distributed.workers import CPUS, Amortizer, BulkJob, find_documents, from_row, to_row
 from mac_rag.errors import BankError, ConfigError, WorkerError
 from mac_rag.memory.bank import MemoryBank
 from mac_rag.model import MACModel
@@ -107,7 +107,7 @@ class BulkAdapter:
         bank = self._synced.bank
         self._finish()
         ray = _quietly_connected()
-        job = Job(Path.cwd(), tuple(files), self._name, self._model.fingerprint, on_long)
+        job = BulkJob(Path.cwd(), tuple(files), self._name, self._model.fingerprint, on_long)
         with _quiet():
             pending = _Pending(self._synced)
             with progress_bar("read", disable=not progress) as bar:
@@ -127,7 +127,7 @@ class BulkAdapter:
         if bank.intent and (count := self._synced.finish(partial(self._writer.remember, bank))):
             _log.warning("finished an interrupted change of retriever and bank: %d documents", count)
 
-    def _amortize(self, ray: Any, job: Job, pending: _Pending, staging: Staging, progress: bool) -> dict[int, str]:
+    def _amortize(self, ray: Any, job: BulkJob, pending: _Pending, staging: Staging, progress: bool) -> dict[int, str]:
         """Has the blocks written that are not there; returns the name of each by the number of its group."""
         finished = staging.finished()
         keys = {number: job.key(group) for number, group in enumerate(pending.groups) if any(group.lacking)}
@@ -143,7 +143,7 @@ class BulkAdapter:
         return blocks
 
     def _amortized(
-        self, ray: Any, job: Job, missing: Sequence[tuple[int, Group]], staging: Staging
+        self, ray: Any, job: BulkJob, missing: Sequence[tuple[int, Group]], staging: Staging
     ) -> Iterator[dict[str, Any]]:
         from ray.data import ActorPoolStrategy
 
@@ -163,7 +163,7 @@ class BulkAdapter:
         return _messages(blocks)
 
     def _commit(
-        self, job: Job, pending: _Pending, staging: Staging, blocks: dict[int, str], progress: bool
+        self, job: BulkJob, pending: _Pending, staging: Staging, blocks: dict[int, str], progress: bool
     ) -> AdaptReport:
         """Puts one group after the other into retriever and bank."""
         if pending.groups:
@@ -249,7 +249,7 @@ class _Pending:
         self.groups.append(Group.of(found, lacking))
 
 
-def _found(ray: Any, job: Job) -> Iterator[list[Found]]:
+def _found(ray: Any, job: BulkJob) -> Iterator[list[Found]]:
     """The documents of all files in their order."""
     if not job.files:
         return

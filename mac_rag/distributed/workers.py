@@ -77,11 +77,11 @@ def _error(error: Exception) -> Batch:
 
 
 @dataclass(frozen=True)
-class Job:
-    """What all workers of a call know.
+class BulkJob:
+    """The common settings of all workers of one call.
 
     Attributes:
-        folder: current folder of the command, from which paths are seen.
+        folder: current folder of the command, to which paths are relative.
         files: paths of all files.
         model: name or path of the model.
         fingerprint: fingerprint of the model.
@@ -112,7 +112,7 @@ class Job:
             yield
 
 
-def find_documents(batch: Batch, job: Job) -> Iterator[Batch]:
+def find_documents(batch: Batch, job: BulkJob) -> Iterator[Batch]:
     """Looks for the documents of a file, and at each of them.
 
     Args:
@@ -150,7 +150,7 @@ class Amortizer:
         staging: folder of the blocks.
     """
 
-    def __init__(self, job: Job, staging: Path) -> None:
+    def __init__(self, job: BulkJob, staging: Path) -> None:
         self._job = job
         self._staging = staging
 

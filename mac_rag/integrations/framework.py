@@ -361,7 +361,7 @@ def remembers(engine: MACEngine, allowed: PassingDocuments[Any] | None, as_of: A
         as_of: the moment of the question, as `MACEngine.answer` takes it.
 
     Raises:
-        DataError: for an `as_of` that is no date.
+        DataError: for an `as_of` that is not a date.
     """
     snapshot, moment = engine.snapshot, moment_of_question(as_of)
     if moment is None and not snapshot.supersedes:

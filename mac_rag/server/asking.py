@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Question:
+class ServedQuestion:
     """A question, and how to answer it.
 
     Attributes:
@@ -110,7 +110,7 @@ class Asking:
         """Most tokens of an answer if a request does not say."""
         return self._alone.model.config.max_new_tokens
 
-    def answer(self, questions: Sequence[Question], cancelled: Callable[[], bool] | None = None) -> list[Reply]:
+    def answer(self, questions: Sequence[ServedQuestion], cancelled: Callable[[], bool] | None = None) -> list[Reply]:
         """Answers questions, in batches with those of other threads if possible.
 
         Args:
@@ -152,7 +152,7 @@ class Asking:
             replies.append(reply)
         return replies
 
-    def stream(self, question: Question) -> Iterator[str | Reply]:
+    def stream(self, question: ServedQuestion) -> Iterator[str | Reply]:
         """Yields the answer piece by piece, and then the reply. With `min_confidence`, the answer is one piece.
 
         Raises:
@@ -203,10 +203,10 @@ class Asking:
             [hits] = bank.engine.retrieve([text], k=k, allowed=allowed, as_of=as_of)
             return hits
 
-    def _engine(self, question: Question) -> MACEngine:
+    def _engine(self, question: ServedQuestion) -> MACEngine:
         return self._alone if question.bank is None else question.bank.engine
 
-    def _retrieved(self, question: Question) -> list[Hit]:
+    def _retrieved(self, question: ServedQuestion) -> list[Hit]:
         if question.hits is not None:
             return list(question.hits)
         if question.bank is None or not question.use_retriever or question.bank.engine.retriever is None:
@@ -214,7 +214,7 @@ class Asking:
         k = question.bank.engine.k if question.k is None else question.k
         return self.search(question.bank, question.text, k, question.allowed, question.as_of)
 
-    def _conversation(self, question: Question) -> tuple[FittedPrompt | None, list[Hit]]:
+    def _conversation(self, question: ServedQuestion) -> tuple[FittedPrompt | None, list[Hit]]:
         """The prompt of a question with a conversation before it, and its retrieved documents; None without one."""
         if not question.before or not self.reads_conversations:
             return None, []
@@ -223,18 +223,18 @@ class Asking:
         prompt = conversation_prompt(self._alone.model, question.before, question.text, texts, question.max_new_tokens)
         return prompt, hits
 
-    def _prompt_tokens(self, question: Question, answer: Answer, prompt: FittedPrompt | None) -> int:
+    def _prompt_tokens(self, question: ServedQuestion, answer: Answer, prompt: FittedPrompt | None) -> int:
         if prompt is not None:
             return len(prompt.ids)
         return len(self._alone.model.base_lm.prompts.prompt(question.text, answer.contexts))
 
-    def _counted(self, question: Question, text: str, prompt_tokens: int) -> Reply:
+    def _counted(self, question: ServedQuestion, text: str, prompt_tokens: int) -> Reply:
         tokens = len(self._alone.model.base_lm.prompts.texts.ids(text)) if text else 0
         most = self.usual_answer if question.max_new_tokens is None else question.max_new_tokens
         return Reply(text, prompt_tokens, tokens, tokens >= most)
 
     def _sources(
-        self, question: Question, answer: str, hits: Sequence[Hit], contexts: Sequence[str]
+        self, question: ServedQuestion, answer: str, hits: Sequence[Hit], contexts: Sequence[str]
     ) -> tuple[Source, ...]:
         """The sources of an answer if this class retrieved its documents; `contexts`: the texts that the LM read."""
         if question.bank is None or not question.sources:
@@ -252,5 +252,5 @@ class Asking:
             )
 
 
-def _texts(question: Question) -> list[str]:
+def _texts(question: ServedQuestion) -> list[str]:
     return [hit.text for hit in question.hits or ()]

@@ -21,7 +21,7 @@ from mac_rag.errors import MACError
 from mac_rag.lm.chat import Message
 from mac_rag.lm.decoding import Sampling
 from mac_rag.server.api_errors import APIError, error_of, no_such_model, unexpected
-from mac_rag.server.asking import Question, Reply
+from mac_rag.server.asking import Reply, ServedQuestion
 from mac_rag.server.keys import Principal
 from mac_rag.server.requests import AnswerRequest, ChatRequest, CompletionRequest, EmbeddingRequest, Reader, StrictRoute
 from mac_rag.server.served_bank import ServedBank
@@ -214,7 +214,7 @@ def _finish(reply: Reply) -> str:
     return "length" if reply.is_cut else "stop"
 
 
-async def _answered(service: Service, request: Request, questions: list[Question], shape: _Shape) -> Response:
+async def _answered(service: Service, request: Request, questions: list[ServedQuestion], shape: _Shape) -> Response:
     """The answers to all questions, in one response."""
     replies = await service.questions.run(
         lambda gone: service.asking.answer(questions, gone), request, units=len(questions)
@@ -222,7 +222,7 @@ async def _answered(service: Service, request: Request, questions: list[Question
     return JSONResponse(shape.whole(replies))
 
 
-async def _streamed(service: Service, questions: list[Question], shape: _Shape, with_usage: bool) -> Response:
+async def _streamed(service: Service, questions: list[ServedQuestion], shape: _Shape, with_usage: bool) -> Response:
     """The answers as server-sent events, one after the other. An error before the first piece is a plain response."""
     streams = [service.questions.stream(partial(service.asking.stream, question)) for question in questions]
     first = await anext(streams[0])
@@ -275,7 +275,7 @@ def _event(content: dict[str, Any]) -> bytes:
 
 def _question(
     service: Service, body: AnswerRequest, who: Principal, text: str, max_tokens: int | None
-) -> tuple[Question, list[str]]:
+) -> tuple[ServedQuestion, list[str]]:
     """The question of a request, and notes for its client."""
     bank = _bank(service, body.model, body.bank, who)
     if bank is None and (body.filters or body.as_of):
@@ -295,7 +295,7 @@ def _question(
         None if body.seed is None else body.seed % _SEEDS,
         tuple(stop),
     )
-    question = Question(
+    question = ServedQuestion(
         service.checked_question(text),
         bank,
         use_memory=body.memory,

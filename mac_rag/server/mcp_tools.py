@@ -15,7 +15,7 @@ from mac_rag.data.provenance import Member
 from mac_rag.data.types import Document
 from mac_rag.errors import MACError
 from mac_rag.server.api_errors import APIError, error_of
-from mac_rag.server.asking import Question
+from mac_rag.server.asking import ServedQuestion
 from mac_rag.server.keys import ANYONE, Principal, Scope
 from mac_rag.server.service import Service
 
@@ -55,7 +55,7 @@ def make_tools(service: Service) -> MCPServer[Any]:
 
         async def work() -> dict[str, Any]:
             place = service.bank(bank, _principal(context, "read"))
-            one = Question(service.checked_question(question), place, as_of=as_of, sources=_SOURCES)
+            one = ServedQuestion(service.checked_question(question), place, as_of=as_of, sources=_SOURCES)
             [reply] = await service.questions.run(lambda gone: service.asking.answer([one], gone))
             sources = [
                 {"id": source.document_id, "attention": source.share, "sentence": source.sentence}

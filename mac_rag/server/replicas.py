@@ -15,7 +15,7 @@ from mac_rag.engine import MACEngine
 from mac_rag.errors import CancelledError, ConfigError, FingerprintError, MACError
 from mac_rag.model import MACModel
 from mac_rag.server.api_errors import APIError, no_such_bank
-from mac_rag.server.asking import Asking, Question, Reply
+from mac_rag.server.asking import Asking, Reply, ServedQuestion
 from mac_rag.server.catalog import open_bank
 from mac_rag.server.metrics import Banks, Metrics
 from mac_rag.server.served_bank import ServedBank
@@ -72,7 +72,7 @@ class Replicas:
             self.close()
             raise ConfigError(f"the replicas cannot start: {str(error).strip()[-500:]}") from None
 
-    def answer(self, sent: Sent, cancelled: Callable[[], bool] | None) -> list[Reply]:
+    def answer(self, sent: SentQuestions, cancelled: Callable[[], bool] | None) -> list[Reply]:
         """Answers questions in one of the replicas.
 
         Raises:
@@ -92,7 +92,7 @@ class Replicas:
             except Exception as error:
                 raise self._known(error) from None
 
-    def stream(self, sent: Sent) -> Iterator[str | Reply]:
+    def stream(self, sent: SentQuestions) -> Iterator[str | Reply]:
         """Yields an answer piece by piece from one of the replicas.
 
         Raises:
@@ -139,7 +139,7 @@ class BankState:
 
 
 @dataclass(frozen=True)
-class Sent:
+class SentQuestions:
     """Questions as a replica gets them.
 
     Attributes:
@@ -149,7 +149,7 @@ class Sent:
         number: a number that grows with each message.
     """
 
-    questions: tuple[Question, ...]
+    questions: tuple[ServedQuestion, ...]
     bank: str | None
     banks: Mapping[str, BankState]
     number: int
@@ -174,7 +174,7 @@ class ReplicatedAsking(Asking):
         self._banks = banks
         self._numbers = count()
 
-    def answer(self, questions: Sequence[Question], cancelled: Callable[[], bool] | None = None) -> list[Reply]:
+    def answer(self, questions: Sequence[ServedQuestion], cancelled: Callable[[], bool] | None = None) -> list[Reply]:
         """As `Asking.answer`.
 
         Raises:
@@ -185,7 +185,7 @@ class ReplicatedAsking(Asking):
         with self._metrics.part("answer"):
             return self._replicas.answer(sent, cancelled)
 
-    def stream(self, question: Question) -> Iterator[str | Reply]:
+    def stream(self, question: ServedQuestion) -> Iterator[str | Reply]:
         """As `Asking.stream`.
 
         Raises:
@@ -196,11 +196,11 @@ class ReplicatedAsking(Asking):
         with self._metrics.part("stream"):
             yield from self._replicas.stream(sent)
 
-    def _sent(self, questions: Sequence[Question]) -> Sent:
+    def _sent(self, questions: Sequence[ServedQuestion]) -> SentQuestions:
         ready = tuple(replace(question, bank=None, hits=tuple(self._retrieved(question))) for question in questions)
         bank, number = questions[0].bank, next(self._numbers)
         states = {one.name: BankState(one.opening, one.changes) for one in self._banks.served()}
-        return Sent(ready, None if bank is None else bank.name, states, number)
+        return SentQuestions(ready, None if bank is None else bank.name, states, number)
 
 
 class Replica:
@@ -236,27 +236,27 @@ class Replica:
         with self._lock:
             return list(self._banks.values())
 
-    async def answer(self, sent: Sent) -> list[Reply]:
+    async def answer(self, sent: SentQuestions) -> list[Reply]:
         """Answers questions; see `Asking.answer`. Questions that are cancelled while they wait are dropped."""
         return await self._workers.run(lambda gone: self._answered(sent, gone))
 
-    async def stream(self, sent: Sent) -> AsyncGenerator[str | Reply, None]:
+    async def stream(self, sent: SentQuestions) -> AsyncGenerator[str | Reply, None]:
         """Yields the answer to a question piece by piece; see `Asking.stream`."""
         async for piece in self._workers.stream(lambda: self._streamed(sent)):
             yield piece
 
-    def _answered(self, sent: Sent, gone: Callable[[], bool]) -> list[Reply]:
+    def _answered(self, sent: SentQuestions, gone: Callable[[], bool]) -> list[Reply]:
         return self._asking.answer(self._questions(sent), gone)
 
-    def _streamed(self, sent: Sent) -> Iterator[str | Reply]:
+    def _streamed(self, sent: SentQuestions) -> Iterator[str | Reply]:
         [question] = self._questions(sent)
         return self._asking.stream(question)
 
-    def _questions(self, sent: Sent) -> list[Question]:
+    def _questions(self, sent: SentQuestions) -> list[ServedQuestion]:
         bank = None if sent.bank is None else self._bank(sent.bank, sent)
         return [replace(question, bank=bank) for question in sent.questions]
 
-    def _bank(self, name: str, sent: Sent) -> ServedBank:
+    def _bank(self, name: str, sent: SentQuestions) -> ServedBank:
         """A bank in the state that a question must see, or in a later one.
 
         Raises:
@@ -280,7 +280,7 @@ class Replica:
             self._banks[name].changes = max(self._banks[name].changes, state.changes)
             return self._banks[name]
 
-    def _close_all_but(self, sent: Sent) -> None:
+    def _close_all_but(self, sent: SentQuestions) -> None:
         """Closes the banks that the server has closed."""
         for name, bank in list(self._banks.items()):
             if name not in sent.banks or sent.banks[name].opening != bank.opening:

@@ -236,7 +236,7 @@ class TestOwnFields:
 def test_a_conversation_is_read_by_a_model_that_chats(chat_checkpoint: Any) -> None:
     from mac_rag.lm.chat import Message
     from mac_rag.model import MACModel
-    from mac_rag.server.asking import Asking, Question
+    from mac_rag.server.asking import Asking, ServedQuestion
     from mac_rag.server.metrics import Metrics
 
     class NoBanks:
@@ -247,11 +247,11 @@ def test_a_conversation_is_read_by_a_model_that_chats(chat_checkpoint: Any) -> N
     alone = MACEngine(model)
     asking = Asking(alone, Metrics(NoBanks()))  # type: ignore[arg-type]
     before = (Message("system", "Be brief."), Message("user", "Who?"), Message("assistant", "Ada."))
-    [reply] = asking.answer([Question("Where?", None, before=before)])
+    [reply] = asking.answer([ServedQuestion("Where?", None, before=before)])
     fitted = model.fit_conversation([*before, Message("user", "Where?")], question="Where?")
     assert reply.prompt_tokens == len(fitted.ids)
     assert reply.text == model.generate([fitted])[0]
-    pieces = list(asking.stream(Question("Where?", None, before=before)))
+    pieces = list(asking.stream(ServedQuestion("Where?", None, before=before)))
     assert "".join(piece for piece in pieces if isinstance(piece, str)) == reply.text
 
 
