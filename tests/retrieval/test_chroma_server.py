@@ -111,7 +111,7 @@ def test_a_token_that_http_cannot_carry_is_refused_and_not_repeated(
     token: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(VARIABLE, token)
-    assert SECRET not in refused("http://localhost:1", f"{VARIABLE} is empty or has line breaks")
+    assert SECRET not in refused("http://localhost:1", f"{VARIABLE} is empty, or has line breaks")
     monkeypatch.delenv(VARIABLE)
     assert SECRET not in refused("http://localhost:1", "the header 'X-Key' is", headers={"X-Key": token or " "})
 

@@ -110,7 +110,7 @@ def test_weights_that_do_not_fit_are_refused(weights: list[float]) -> None:
 
 
 def test_bad_arguments() -> None:
-    with pytest.raises(ConfigError, match="at least one retriever"):
+    with pytest.raises(ConfigError, match="give it at least one"):
         HybridRetriever([])
     with pytest.raises(ConfigError, match="depth must be at least 1, got 0"):
         HybridRetriever([Ranked()], depth=0)
