@@ -1,6 +1,6 @@
-"""Adapts to documents in steps: plans their token ids, makes memory tokens of them, writes these to the bank.
+"""Adapts to documents in three steps: plans their token ids, encodes them to memory tokens, writes these to the bank.
 
-`MACEngine` takes the steps in order, and `mac_rag.sync` keeps the retriever in agreement.
+`MACEngine` runs the steps in order, and `mac_rag.sync` keeps the retriever in agreement.
 """
 
 from __future__ import annotations
@@ -33,19 +33,19 @@ from mac_rag.sync import SyncedBank, is_held
 
 _log = logging.getLogger(__name__)
 
-# Most documents of one commit: they are in memory until then.
+# Most documents in one commit; they stay in memory until then.
 GROUP = 512
-# Seconds from one commit to the next, or a little more: what a crash or an interrupt may lose.
+# Seconds from one commit to the next, or a little more. A crash or an interrupt may lose as much work.
 SECONDS = 30.0
-# Tokens that are encoded together, or a little more: some batches, so that texts of similar length share one. What
-# belongs together does not depend on time, because the shape of a batch can change the last bits.
+# Tokens that are encoded together, or a little more: several batches, so that texts of similar length share a batch.
+# The windows do not depend on time, because the shape of a batch can change the last bits.
 WINDOW = 4 * BATCH_TOKENS
 
-# Document id -> token ids of its rows; no rows for a document whose text the bank holds with other metadata.
+# Document id -> token ids of its rows; no rows for a document of which only the metadata changed.
 Plan: TypeAlias = dict[str, list[list[int]]]
 
 
-class Adapter:
+class DocumentWriter:
     """Writes documents to a bank as memory tokens.
 
     Args:
@@ -69,24 +69,25 @@ class Adapter:
         on_bad: Callable[[int, MACError], object] | None = None,
         progress: bool = False,
     ) -> Plan:
-        """Token ids of the documents that are new to a bank or changed: for each document a row for each chunk.
+        """Token ids of the documents that are new to a bank or changed, with one row per chunk.
 
-        A document whose kept text was lost counts as changed, so that the bank keeps the text again. One whose metadata
-        alone have changed has no rows: its memory tokens stay.
+        A document whose kept text was lost counts as changed, so that the bank keeps the text again. A document of
+        which only the metadata changed has no rows: its memory tokens stay.
 
         Args:
             documents: documents with unique ids.
             bank: the bank, or a snapshot of it.
             on_long: for a document beyond the model's limit: split it into chunks, or raise an error.
             known: token ids of some of the documents, from an earlier plan.
-            on_bad: takes the index and the error of a document that is left out of the plan; None to raise the error.
+            on_bad: called with the index and the error of each document that is left out of the plan; None to raise the
+                error.
             progress: shows a progress bar, which also moves within a long document.
 
         Raises:
-            DocumentError: for an empty document, one of too many rows for a bank, and with `on_long="error"` one beyond
-                the limit; and as `Member.of`.
+            DocumentError: for a document that is empty, has too many rows for a bank, or, with `on_long="error"`,
+                exceeds the limit; and as `Member.of`.
             BankError: for an id that occurs twice, and for documents that supersede each other; and as `Member.of`.
-            DamageError: when the bank keeps texts, and their file is damaged.
+            DamageError: if the bank keeps texts, and their file is damaged.
         """
         members: dict[str, Member] = {}
         good: list[tuple[int, Document]] = []
@@ -123,15 +124,15 @@ class Adapter:
         return plan
 
     def _check_language(self, document: Document) -> None:
-        """Warns of the first document that is surely in a language that the model does not read."""
+        """Warns once, of the first document that is certainly in a language that the model does not read."""
         read = self.model.config.languages or ()
         found = language_of(document.text)
         if found is None or found in read:
             return
         self._warns = False
         _log.warning(
-            "document %s is in another language (%s) than %s reads (%s): answers about it and others like it will be "
-            "wrong; translate them, or take a model that has learned to read them",
+            "document %s is in a language (%s) that %s does not read (it reads %s): answers about this document and "
+            "others like it will be wrong; translate them, or take a model that has learned their language",
             shown_id(document.id),
             found,
             shipped_name(self.model.fingerprint) or "this model",
@@ -144,7 +145,9 @@ class Adapter:
         try:
             rows = self.model.amortization.plan(document.text, whole=on_long == "error", advance=advance)
             if len(rows) >> PART_BITS:
-                raise DocumentError(f"its {len(rows):,} rows are too many; split it below {1 << PART_BITS:,} rows")
+                raise DocumentError(
+                    f"it has {len(rows):,} rows, and a document may have {(1 << PART_BITS) - 1:,}; split it"
+                )
         except DocumentError as error:
             raise DocumentError(f"document {shown_id(document.id)}: {error}") from None
         return rows
@@ -168,15 +171,15 @@ class Adapter:
         *,
         progress: bool = False,
     ) -> tuple[int, tuple[str, ...]]:
-        """Writes the `unfiled` documents to the retriever and the planned ones to the bank, and commits in between.
+        """Writes the `unfiled` documents to the retriever and the planned ones to the bank.
 
-        It commits every `SECONDS`, and at the latest after `GROUP` documents.
+        Commits every `SECONDS`, and at the latest after `GROUP` documents.
 
         Args:
             synced: bank and retriever.
             documents: the documents, each of them planned or unfiled.
-            plan: token ids of those that the bank lacks.
-            unfiled: ids of those that the retriever lacks.
+            plan: token ids of the documents that the bank lacks.
+            unfiled: ids of the documents that the retriever lacks.
             progress: shows a progress bar, which moves with every batch.
 
         Returns:
@@ -191,7 +194,7 @@ class Adapter:
                 encoded: list[Tensor | None] = []
                 reached = first
                 for window in windows(documents[first:end], plan):
-                    for document in window:  # a commit before may have cost the bank a document whose text it held
+                    for document in window:  # an earlier commit may have pruned a document of which it held the text
                         if plan.get(document.id) == [] and not holds_text(synced.bank, document):
                             plan[document.id] = self._rows(document, "chunk", lambda _: None)
                     encoded.append(self._encode(window, plan, bar.advance))  # if it fails, nothing changes
@@ -219,10 +222,10 @@ class Adapter:
         Args:
             synced: bank and retriever.
             documents: the documents.
-            phi: memory tokens `[rows, T, D]` of those that the bank lacks, in the order of `documents`; None if there
-                are none.
-            rows: the ids of those that the bank lacks, and the number of rows of each; 0 where it lacks the metadata.
-            unfiled: ids of those that the retriever lacks.
+            phi: memory tokens `[rows, T, D]` of the documents that the bank lacks, in the order of `documents`; None if
+                there are none.
+            rows: document id -> number of rows, for each document that the bank lacks; 0 if it lacks the metadata only.
+            unfiled: ids of the documents that the retriever lacks.
 
         Returns:
             The ids of documents that the bank forgot.
@@ -240,13 +243,13 @@ class Adapter:
         Args:
             bank: the bank.
             documents: the documents.
-            phi: their memory tokens `[rows, T, D]`; None for none.
-            rows: number of rows of each document; 0 for one that only gets other metadata.
+            phi: their memory tokens `[rows, T, D]`; None if there are none.
+            rows: number of rows of each document; 0 for a document of which only the metadata changes.
 
         Returns:
-            The ids of documents that it forgot to stay within its bound.
+            The ids of documents that the bank forgot to stay within its bound.
         """
-        if not all(rows):  # before others come, for which the bank may forget these
+        if not all(rows):  # first, because the bank may forget these documents to make room for the others
             bank.describe([document for document, count in zip(documents, rows) if not count])
             documents, rows = zip(*[each for each in zip(documents, rows) if each[1]]) if any(rows) else ((), ())
         if phi is None:
@@ -269,9 +272,9 @@ class Adapter:
 
 
 def windows(documents: Sequence[Document], plan: Plan) -> Iterator[list[Document]]:
-    """Divides documents, in their order, into those that are encoded together: of some `WINDOW` tokens, or one longer.
+    """Divides documents, in their order, into groups to encode together: each of about `WINDOW` tokens or one document.
 
-    Documents that are not planned go along.
+    Documents that are not planned stay in the group of their neighbours.
     """
     window: list[Document] = []
     tokens = 0
@@ -292,10 +295,10 @@ def joined(parts: Sequence[Tensor | None]) -> Tensor | None:
 
 
 def is_lacking(bank: BankContents, document_id: str, content: str) -> bool:
-    """True if the bank does not hold a document with this content hash, or has lost its kept text.
+    """True if the bank holds no document with this id and content hash, or has lost its kept text.
 
     Raises:
-        DamageError: when the bank keeps texts, and their file is damaged.
+        DamageError: if the bank keeps texts, and their file is damaged.
     """
     return not is_held(bank, document_id, content) or bank.is_textless(document_id)
 
@@ -312,11 +315,11 @@ def check_supersession(members: Mapping[str, Member], bank: BankContents) -> Non
     """Refuses documents that would supersede each other in a circle.
 
     Args:
-        members: the documents that come, by id.
-        bank: the bank that they come to.
+        members: document id -> the new documents.
+        bank: the bank to which they are added.
 
     Raises:
-        BankError: names the documents of the circle.
+        BankError: if there is a circle; names its documents.
     """
 
     def superseded(name: str) -> tuple[str, ...]:

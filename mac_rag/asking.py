@@ -1,6 +1,6 @@
 """From questions to answers, in batches: retrieval, prompts, aggregation, generation, confidence.
 
-Several calls of `MACEngine.answer` may share a batch. What is wrong with one of them is an error for that one only.
+Several calls of `MACEngine.answer` may share a batch. Bad input in one call is an error for that call only.
 """
 
 from __future__ import annotations
@@ -31,16 +31,17 @@ from mac_rag.retrieval.base import Hit, Retriever
 from mac_rag.sources import find_sources, support_of, texts_read
 from mac_rag.sync import is_held
 
-Contexts: TypeAlias = tuple[tuple[str, ...], tuple[str, ...]]  # of one question: texts, and ids of retrieved documents
+# Documents of one question: their texts, and the ids of those that were retrieved.
+Contexts: TypeAlias = tuple[tuple[str, ...], tuple[str, ...]]
 
 
 @dataclass(frozen=True)
 class Call:
-    """Questions that are answered together, as `MACEngine.answer` takes them.
+    """Questions of one call of `MACEngine.answer`.
 
     Attributes:
         questions: texts or fitted prompts.
-        contexts: documents of each question; None for retrieved ones.
+        contexts: documents for each question; None to retrieve them.
     """
 
     questions: Sequence[str | FittedPrompt]
@@ -49,7 +50,7 @@ class Call:
 
 @dataclass(frozen=True)
 class Settings:
-    """Arguments of `MACEngine.answer` that all calls of a batch have in common; it documents them."""
+    """The arguments that all calls of a batch have in common; `MACEngine.answer` documents them."""
 
     use_memory: bool
     use_retriever: bool
@@ -68,12 +69,12 @@ class Settings:
 
     def __post_init__(self) -> None:
         if self.sources < 0:
-            raise ConfigError(f"sources is {self.sources}; give the largest number of documents to name, or 0 for none")
+            raise ConfigError(f"sources is {self.sources}; give the most documents to name, or 0 for none")
         check_threshold(self.min_confidence)
 
     @property
     def group(self) -> Hashable:
-        """Equal for calls that may share a batch."""
+        """A key that is equal for calls that may share a batch."""
         return self, group_of(self.allowed)
 
 
@@ -84,12 +85,12 @@ def conversation_prompt(
     texts: Sequence[str],
     max_new_tokens: int | None,
 ) -> FittedPrompt:
-    """A question behind a conversation as a prompt, with documents in the user's last turn, which may be cut.
+    """Builds the chat prompt: the conversation, then the documents (truncated to fit) and the question in one turn.
 
     Args:
         model: a model whose prompt format is `chat`.
         before: the conversation before the question.
-        question: the last message; it is what the memory is asked.
+        question: the user's last message, which also queries the memory.
         texts: the documents, the best first.
         max_new_tokens: longest answer; None for the model's configured length.
 
@@ -102,19 +103,27 @@ def conversation_prompt(
 
 
 def group_of(allowed: Container[str] | None) -> Hashable:
-    """Equal for equal documents; containers that cannot be hashed are equal to themselves only."""
+    """A key that is equal for equal containers; a container that cannot be hashed equals only itself."""
     return allowed if isinstance(allowed, Hashable) else id(allowed)
 
 
 @dataclass(frozen=True)
 class _Prepared:
-    """A question that is ready for the LM, with the number of its call and its place in that call."""
+    """A question that is ready for the LM.
+
+    Attributes:
+        call: index of its call.
+        place: index of the question in that call.
+        prompt: its prompt.
+        document_ids: ids of the retrieved documents.
+        texts: their texts, not truncated.
+    """
 
     call: int
     place: int
     prompt: FittedPrompt
     document_ids: tuple[str, ...]
-    texts: tuple[str, ...]  # of retrieved documents, whole
+    texts: tuple[str, ...]
 
 
 def answer_calls(
@@ -132,7 +141,7 @@ def answer_calls(
         For each call its answers, or the exception that its questions or its retrieval raised.
 
     Raises:
-        Exception: whatever goes wrong in the passes that all calls share.
+        Exception: any error in the passes that all calls share.
     """
     results: list[list[Answer] | Exception] = [[] for _ in calls]
     ready: list[_Prepared] = []
@@ -165,10 +174,10 @@ def contexts_of(
     k: int,
     allowed: Container[str] | None,
 ) -> list[Contexts]:
-    """Documents in front of each question: `contexts`, or k that the retriever finds if they are None.
+    """The documents in front of each question: `contexts`, or k retrieved ones if `contexts` is None.
 
     Raises:
-        DocumentError: for a question that is no text with a visible character; before the retriever sees it.
+        DocumentError: for a question that is not a text with a visible character, before the retriever sees it.
     """
     for question in questions:
         if not isinstance(question, FittedPrompt):
@@ -186,11 +195,11 @@ def contexts_of(
 def _contexts_of_calls(
     calls: Sequence[Call], settings: Settings, retriever: ConsistentRetrieval | None
 ) -> list[list[Contexts]]:
-    """`contexts_of` each call; the retriever is asked once for all."""
-    asking = [question for call in calls if call.contexts is None for question in call.questions]
-    found = iter(contexts_of(asking, None, retriever, settings.k, settings.allowed))
+    """`contexts_of` for each call, with one request to the retriever for all of them."""
+    questions = [question for call in calls if call.contexts is None for question in call.questions]
+    retrieved = iter(contexts_of(questions, None, retriever, settings.k, settings.allowed))
     return [
-        [next(found) for _ in call.questions]
+        [next(retrieved) for _ in call.questions]
         if call.contexts is None
         else contexts_of(call.questions, call.contexts, None, settings.k, settings.allowed)
         for call in calls
@@ -212,7 +221,7 @@ def _prepared(
 
 
 def _answered(batch: Sequence[_Prepared], settings: Settings, reader: Reader) -> list[Answer]:
-    """The answers to questions that the LM reads at a time."""
+    """The answers to one batch of questions."""
     prompts = [one.prompt for one in batch]
     aggregated = None
     if settings.use_memory:
@@ -248,7 +257,7 @@ def _answered(batch: Sequence[_Prepared], settings: Settings, reader: Reader) ->
 def aggregate_prompts(
     reader: Reader, prompts: Sequence[FittedPrompt], allowed: Container[str] | None, *, mass: bool = False
 ) -> Aggregated:
-    """phi* of each prompt's question, with `mass` the attention mass as well; see `Reader.aggregate`."""
+    """phi* of each prompt's question, and with `mass` the attention mass, too; see `Reader.aggregate`."""
     ids = [prompt.question_ids for prompt in prompts]
     return reader.aggregate([prompt.question for prompt in prompts], allowed, ids=ids, mass=mass)
 
@@ -260,23 +269,23 @@ def evidence_from(
     phi: Tensor | None,
     allowed: Container[str] | None,
 ) -> Tensor:
-    """`evidence_of` answers with what the bank's prior says, `[B, len(EVIDENCE)]`; phi is None without memory."""
+    """`evidence_of` with the evidence of the bank's prior: `[B, len(EVIDENCE)]`. `phi` is None without memory."""
     questions = [prompt.question for prompt in prompts]
     prior = None if phi is None else reader.prior_evidence(questions, allowed)
     return evidence_of(reader.model, prompts, answers, phi, prior)
 
 
 class ConsistentRetrieval:
-    """A retriever as a question sees it that sees one snapshot of the bank.
+    """The retriever for a question that sees one snapshot of the bank.
 
     A change reaches the retriever before it is committed to the bank. If only some documents are allowed, they may have
-    been chosen by the metadata that the snapshot holds. So new versions of documents, for which the choice may not
-    hold, are left out while they are being written.
+    been chosen by their metadata in the snapshot, and that choice may not hold for a new version of a document. So new
+    versions are left out while they are being written.
 
     Args:
         retriever: the retriever.
-        bank: the bank that changes along with it.
-        snapshot: what the question sees of the bank.
+        bank: the bank that changes together with it.
+        snapshot: the question's snapshot of the bank.
         changes: `bank.changes` before the snapshot was taken.
     """
 
@@ -295,7 +304,7 @@ class ConsistentRetrieval:
         return [[hit for hit in row if not self._is_new(hit)] for row in hits]
 
     def _tells(self) -> bool:
-        """True if the retriever tells what it holds, so that its documents are those of the bank."""
+        """True if the retriever tells what it holds; its documents are then those of the bank."""
         try:
             self._retriever.content_hashes([])
         except ConfigError:
@@ -309,7 +318,7 @@ class ConsistentRetrieval:
         )
 
 
-# Whatever is not learned by the model's prompt format.
+# The abstention of a model whose prompt format has not learned one.
 I_DO_NOT_KNOW = "I don't know"
 
 
@@ -317,7 +326,7 @@ def calibration_of(model: MACModel, mode: Mode) -> Logistic:
     """The logistic model for one way of answering.
 
     Raises:
-        ConfigError: when none was fitted for the model as it is, or none for this way of answering.
+        ConfigError: if none was fitted for the model's present weights, or none for this way of answering.
     """
     calibration = model.calibration
     remedy = (
@@ -329,13 +338,13 @@ def calibration_of(model: MACModel, mode: Mode) -> Logistic:
     if calibration.fingerprint != model.fingerprint:
         raise ConfigError(f"the model's calibration was fitted for other weights; {remedy}")
     if mode not in calibration.modes:
-        behind = "behind documents" if mode == "documents" else "from memory alone"
-        raise ConfigError(f"the model's calibration was not fitted for answers {behind}; {remedy}")
+        way = "with documents in front of the question" if mode == "documents" else "from memory alone"
+        raise ConfigError(f"the model's calibration was not fitted for answers {way}; {remedy}")
     return calibration.modes[mode]
 
 
 def mode_of(prompt: FittedPrompt) -> Mode:
-    """How a prompt is answered."""
+    """The way a prompt is answered: with documents in front, or from memory alone."""
     return "documents" if prompt.contexts else "memory"
 
 
@@ -343,7 +352,7 @@ def check_threshold(min_confidence: float | None) -> None:
     """Checks a `min_confidence`.
 
     Raises:
-        ConfigError: for one that is not from 0 to 1.
+        ConfigError: for a value outside [0, 1].
     """
     if min_confidence is not None and not 0 <= min_confidence <= 1:
         raise ConfigError(f"min_confidence is {min_confidence}; give a probability from 0 to 1")
@@ -368,7 +377,7 @@ def doubted(
     evidence: Tensor,
     min_confidence: float,
 ) -> list[Answer]:
-    """The answers with their confidence; "I don't know" in place of those below `min_confidence`.
+    """Returns the answers with their confidence, and with "I don't know" in place of those below `min_confidence`.
 
     Raises:
         ConfigError: as `calibration_of`.
@@ -392,27 +401,27 @@ def evidence_of(
     phi: Tensor | None,
     prior: Tensor | None,
 ) -> Tensor:
-    """What is known of B answers, `[B, len(EVIDENCE)]` in float32 on the CPU.
+    """Evidence about B answers, `[B, len(EVIDENCE)]` in float32 on the CPU.
 
     - `prior`: the document prior of the best row before the softmax and its scale: a cosine, plus the product of the
-      lexical vectors. Unlike attention, it is low where no document is about the question.
+      lexical vectors. Unlike attention, it is low if no document is about the question.
     - `prior_odds`: the log-odds of that row's share of the prior: how far it is ahead of all others together.
     - `first_log_probability`: the log-probability of the answer's first token under the LM with memory.
-    - `log_probability`: the mean over all of its tokens, the end included.
-    - `log_probability_without_memory`: that of the LM without memory, behind documents: what memory and documents both
-      say is right more often.
-    - `repetition`: the share of the answer's words that stand in the question, 1 for an answer without words. An LM
-      that does not know often says back what was asked.
-    - `support`: behind documents, the share of the question's words in the sentence that says the answer; 0 where no
-      sentence does.
+    - `log_probability`: the mean log-probability of all tokens of the answer, the end token included.
+    - `log_probability_without_memory`: the same mean under the LM without memory, if there are documents in front. An
+      answer on which memory and documents agree is right more often.
+    - `repetition`: the share of the answer's words that occur in the question, 1 for an answer without words. An LM
+      that does not know often repeats the question.
+    - `support`: if there are documents in front, the share of the question's words in the sentence that says the
+      answer; 0 if no sentence does.
     - `abstention`: 1 for an answer that is the abstention which the LM has learned. The LM may be sure of it, but it is
       never right.
-    - `answering_odds`: of an LM that has learned to abstain, the log-odds that it answers. Where memory or documents do
-      not hold what is asked, the LM doubts, though it holds an abstention less probable than all answers together.
+    - `answering_odds`: for an LM that has learned to abstain, the log-odds that it answers. They drop if memory
+      or documents do not hold the answer, even while all answers together are more probable than an abstention.
 
-    Attention is no evidence: its shares sum to 1 whatever is asked.
+    Attention is no evidence: its shares sum to 1 for any question.
 
-    What there is not, such as the prior of an answer without memory, is 0.
+    A missing number, such as the prior of an answer without memory, is 0.
 
     Args:
         model: the model.
@@ -423,37 +432,37 @@ def evidence_of(
     """
     first, mean = model.score_answers(prompts, answers, modulation=phi)
     alone = torch.zeros(len(prompts))
-    behind = [row for row, prompt in enumerate(prompts) if prompt.contexts and phi is not None]
-    if behind:
-        _, alone[behind] = model.score_answers([prompts[row] for row in behind], [answers[row] for row in behind])
+    rows = [row for row, prompt in enumerate(prompts) if prompt.contexts and phi is not None]
+    if rows:
+        _, alone[rows] = model.score_answers([prompts[row] for row in rows], [answers[row] for row in rows])
     repeated = [repetition(prompt.question, answer) for prompt, answer in zip(prompts, answers, strict=True)]
     supported = [supported_by(prompt, answer) for prompt, answer in zip(prompts, answers, strict=True)]
     abstained = [float(is_abstention(model, answer)) for answer in answers]
     best = torch.zeros(len(prompts), 2) if prior is None else prior.float().cpu()
-    told = torch.tensor([repeated, supported, abstained]).T
+    words = torch.tensor([repeated, supported, abstained]).T
     odds = model.answering_odds(prompts, modulation=phi)
     odds = torch.zeros(len(prompts)) if odds is None else odds
-    return torch.cat([best, torch.stack([first, mean, alone], 1), told, odds[:, None]], 1)
+    return torch.cat([best, torch.stack([first, mean, alone], 1), words, odds[:, None]], 1)
 
 
 def is_abstention(model: MACModel, answer: str) -> bool:
-    """True if an answer is the one by which the model says that it knows none."""
+    """True if an answer is the abstention that the model has learned."""
     abstention = model.config.prompt.abstention
     return abstention is not None and normalize(answer) == normalize(abstention)
 
 
 def supported_by(prompt: FittedPrompt, answer: str) -> float:
-    """The share of the question's words in the sentence in front of it that says an answer; 0 where none does."""
-    found = [support_of(text, answer, prompt.question) for text in prompt.contexts]
-    return max((support.overlap for support in found if support is not None), default=0.0)
+    """Share of the question's words in the sentence of its documents that says an answer; 0 if no sentence does."""
+    supports = [support_of(text, answer, prompt.question) for text in prompt.contexts]
+    return max((support.overlap for support in supports if support is not None), default=0.0)
 
 
 def repetition(question: str, answer: str) -> float:
-    """The share of an answer's words that stand in the question; 1 for an answer without words.
+    """The share of an answer's words that occur in the question; 1 for an answer without words.
 
     Examples:
         >>> repetition("Who opened the bridge in May?", "the bridge of Anna Berg")
         0.25
     """
-    asked, said = set(normalize(question).split()), normalize(answer).split()
-    return sum(word in asked for word in said) / len(said) if said else 1.0
+    question_words, answer_words = set(normalize(question).split()), normalize(answer).split()
+    return sum(word in question_words for word in answer_words) / len(answer_words) if answer_words else 1.0

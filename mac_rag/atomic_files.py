@@ -1,7 +1,7 @@
-"""Files that are whole after a crash and known to be whole: written, renamed and synced; sealed by a checksum.
+"""Files that are complete after a crash: written under another name, synced, renamed; sealed by a checksum.
 
-They hold what documents say. So only their user can read them: a file gets the mode 0600 and a folder 0700, or less
-where the umask allows less. A folder that is there already keeps its mode.
+Their content comes from documents, so only their user can read them: a file gets the mode 0600 and a folder 0700, or
+less if the umask allows less. An existing folder keeps its mode.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ from typing import Any, BinaryIO
 from mac_rag.errors import ConfigError
 from mac_rag.untrusted_files import MalformedError, parse_json
 
-# What an unfinished file is called; it gets its name when all of it is on the disk.
+# Ending of an unfinished file, which gets its final name when all of it is on the disk.
 UNFINISHED = ".new"
-# What a replaced file is called until it is overwritten.
+# Ending of a replaced file until it is overwritten.
 REPLACED = ".replaced"
 _PIECE = 1 << 20
 
 
 def write_file(path: Path, pieces: Iterable[bytes | memoryview], *, secure_delete: bool = False) -> str:
-    """Writes a file so that under its name there is never less than all of it. Needs `sync_folder` to last.
+    """Writes a file atomically: under its name stands either the old content or all of the new.
 
-    After an error there is what was there before, and nothing of the new file.
+    After an error, the old file is in place, and nothing of the new one. Call `sync_folder` to make the name last.
 
     Args:
         path: the file.
         pieces: its content.
-        secure_delete: True to overwrite what goes: the file that had this name, or, after an error, the new one.
+        secure_delete: True to overwrite the file that is removed: the old one or, after an error, the new one.
 
     Returns:
         Its sha256.
@@ -58,20 +58,20 @@ def write_file(path: Path, pieces: Iterable[bytes | memoryview], *, secure_delet
 
 
 def _new_file(path: Path, secure_delete: bool) -> BinaryIO:
-    """Opens a new file for writing. What has its name is removed, and no link is followed."""
+    """Opens a new file for writing. Removes an existing file of this name first, and follows no link."""
     remove_file(path, secure_delete=secure_delete)
     return open(path, "xb", opener=private)
 
 
 def replace_file(new: Path, path: Path, *, secure_delete: bool = False) -> None:
-    """Gives a file the name of another, which goes.
+    """Renames a file to `path`, in place of the file that has this name.
 
     Args:
         new: the file.
         path: its new name.
-        secure_delete: True to overwrite the file that had this name. Until that is done, it is called `path` with the
-            ending `.replaced`; it stays under that name where the system refuses to overwrite it. On a file system
-            without hard links, it goes as it is.
+        secure_delete: True to overwrite the replaced file. Until that is done, its name is `path` with the ending
+            `.replaced`, and it keeps that name if the system refuses to overwrite it. On a file system without hard
+            links, it is not overwritten.
     """
     if not secure_delete:
         new.replace(path)
@@ -86,15 +86,15 @@ def replace_file(new: Path, path: Path, *, secure_delete: bool = False) -> None:
 
 
 def remove_file(path: Path, *, secure_delete: bool = False) -> None:
-    """Removes a file, if there is one.
+    """Removes a file if it exists.
 
     Args:
         path: the file.
-        secure_delete: True to overwrite it with zeros first, on the disk. A file that has another name as well is
-            somebody's copy, and loses this name only.
+        secure_delete: True to overwrite it with zeros on the disk first. A file with a second name (a hard link) is
+            somebody's copy: it is not overwritten, and only loses this name.
 
     Raises:
-        OSError: when the system refuses it; the file is still there then, and can be tried again.
+        OSError: if the system refuses it. The file is then still there, and the call can be repeated.
     """
     if secure_delete:
         with suppress(FileNotFoundError):
@@ -105,10 +105,10 @@ def remove_file(path: Path, *, secure_delete: bool = False) -> None:
 
 
 def overwrite(path: Path) -> None:
-    """Overwrites a file with zeros, on the disk.
+    """Overwrites a file with zeros on the disk.
 
     Raises:
-        OSError: when the system refuses it, or the file is a symbolic link.
+        OSError: if the system refuses it, or the file is a symbolic link.
     """
     with open(path, "r+b", opener=lambda name, flags: os.open(name, flags | getattr(os, "O_NOFOLLOW", 0))) as file:
         left = os.fstat(file.fileno()).st_size
@@ -120,22 +120,22 @@ def overwrite(path: Path) -> None:
 
 
 def private(path: str, flags: int) -> int:
-    """An opener for `open`: a file that it creates can be read by its user only."""
+    """An opener for `open`: only its user can read a file that it creates."""
     return os.open(path, flags, 0o600)
 
 
 def make_folder(path: Path) -> None:
-    """Makes a folder that only its user can enter, and those above it that are missing; does nothing if it is there."""
+    """Creates a folder that only its user can enter, with missing parents. Does nothing if the folder exists."""
     if not path.parent.exists():
         make_folder(path.parent)
     path.mkdir(mode=0o700, exist_ok=True)
 
 
 def make_writable_folder(path: Path) -> None:
-    """As `make_folder`, and checks that files can be made there.
+    """As `make_folder`; also checks that files can be created in the folder.
 
     Raises:
-        ConfigError: for a folder that cannot be made or written.
+        ConfigError: for a folder that cannot be created or written.
     """
     try:
         make_folder(path)
@@ -144,18 +144,18 @@ def make_writable_folder(path: Path) -> None:
     except OSError as error:
         raise ConfigError(
             f"{path} cannot be written: {error.strerror}; give another folder, or make this one writable for the user "
-            "of this process"
+            "who runs this process"
         ) from None
 
 
 def copy_file(source: Path, path: Path, *, secure_delete: bool = False) -> None:
-    """Copies a file of any size; `path` is written as by `write_file`."""
+    """Copies a file of any size, and writes `path` as `write_file` does."""
     with source.open("rb") as file:
         write_file(path, iter(lambda: file.read(_PIECE), b""), secure_delete=secure_delete)
 
 
 def write_text(path: Path, text: str) -> str:
-    """Writes a text as UTF-8, so that after a crash the file is whole, old or new, and syncs its folder.
+    """Writes a text as UTF-8 and syncs its folder; after a crash, the file is complete, old or new.
 
     Returns:
         The sha256 of its bytes.
@@ -167,10 +167,10 @@ def write_text(path: Path, text: str) -> str:
 
 @contextmanager
 def write_folder(path: Path) -> Iterator[Path]:
-    """Gives a new folder to fill, which takes its name when it is complete, in place of an older one of that name.
+    """Yields a new folder to fill, and renames it to `path` at the end of the block, in place of an older folder.
 
-    A crash leaves under the name what was there before, all that is new, or nothing; never a part. An error while the
-    folder is filled leaves what was there before.
+    After a crash, `path` is the old folder, the complete new one, or missing; never a part of one. After an error in
+    the block, it is the old folder.
     """
     new, old = (path.with_name(f".{path.name}{ending}") for ending in (UNFINISHED, ".old"))
     for leftover in (new, old):
@@ -189,7 +189,7 @@ def write_folder(path: Path) -> Iterator[Path]:
 
 
 def sync_folder(folder: Path) -> None:
-    """Makes the names in a folder last, where the system can."""
+    """Syncs the names in a folder to the disk, if the system can."""
     if os.name != "posix":
         return
     descriptor = os.open(folder, os.O_RDONLY)
@@ -206,14 +206,14 @@ def sealed(content: Mapping[str, Any]) -> bytes:
 
 
 def unsealed(data: bytes) -> dict[str, Any]:
-    """What a sealed line says.
+    """The content of a sealed line.
 
     Raises:
-        MalformedError: when it is not, byte for byte, what `sealed` wrote.
+        MalformedError: if the line is not, byte for byte, what `sealed` wrote.
     """
     content = parse_json(data)
     if not isinstance(content, dict):
-        raise MalformedError("it is no JSON object")
+        raise MalformedError("it is not a JSON object")
     content.pop("sha256", None)
     if sealed(content) != data:
         raise MalformedError("its checksum differs")

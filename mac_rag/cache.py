@@ -1,4 +1,4 @@
-"""The folder where results and downloads are kept for later runs."""
+"""The folder that keeps results and downloads for later runs."""
 
 from __future__ import annotations
 

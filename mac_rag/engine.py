@@ -1,8 +1,8 @@
 """The engine: the one place where a model, its memory bank and a retriever meet.
 
-The LlamaIndex components, the evaluations and the command line all use it. Threads may share it: those that ask take
-turns, and questions that wait together are answered together. Those that change the bank take turns among themselves;
-meanwhile, questions are answered from its last commit.
+The LlamaIndex components, the evaluations and the command line all use it. Threads may share it. Threads that ask take
+turns, and questions that wait at the same time are answered in one batch. Threads that change the bank take turns among
+themselves; meanwhile, questions are answered from the bank's last commit.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from weakref import WeakKeyDictionary
 from torch import Tensor
 
 from mac_rag import DEFAULT_MODEL
-from mac_rag.adapting import GROUP, Adapter
+from mac_rag.adapting import GROUP, DocumentWriter
 from mac_rag.asking import (
     Call,
     ConsistentRetrieval,
@@ -51,14 +51,14 @@ if TYPE_CHECKING:
 
 __all__ = ["AdaptReport", "Answer", "MACEngine"]
 
-# Questions of several threads whose attention is computed together.
+# Most questions, over all threads, whose attention is computed in one batch.
 _ATTENTION_BATCH = 32
 # One queue for all engines of a model: a question's modulation is attached to the LM while it is answered.
 _queues: WeakKeyDictionary[MACModel, BatchingQueue] = WeakKeyDictionary()
 _queues_lock = threading.Lock()
 _log = logging.getLogger(__name__)
 
-# Seconds of a turn in which a stream goes on while others wait: with one token a turn, each would wait for a batch.
+# Seconds that a stream keeps its turn while others wait. With one turn per token, each would wait for a whole batch.
 _STREAM_TURN = 0.25
 
 
@@ -78,20 +78,20 @@ class MACEngine:
         bank: a bank that the model wrote; None for an empty one.
         retriever: retrieves documents to put in front of a question; None for memory alone. `adapt` and `forget`
             change retriever and bank, the retriever first. If a crash interrupts such a change, the next engine that
-            opens both finishes it; `reconcile` repairs a bank that is behind for other reasons.
+            opens both finishes it; `reconcile` repairs a bank that is out of date for any other reason.
         k: number of documents to retrieve.
         attention: how questions attend to the bank; None for exact attention to all of it.
         bound: largest size of the bank, and how to reduce it; None lets it grow.
-        memory_weight: lambda, the weight of the LM with memory against the LM alone, behind documents (see
-            `mac_rag.lm.decoding`); None for the model's configured weight.
+        memory_weight: lambda, the weight of the LM with memory against the LM alone for questions with documents in
+            front (see `mac_rag.lm.decoding`); None for the model's configured weight.
 
     Attributes:
-        on_batch: called with the number of questions of each batch before it is answered, for statistics; None for
-            nothing.
+        on_batch: callback for statistics, called with the number of questions before each batch is answered; None for
+            no callback.
 
     Raises:
         ConfigError: for an `attention` that the model or the bank does not support; for a `bound` of a bank in shards.
-        FingerprintError: when another model wrote the bank.
+        FingerprintError: if another model wrote the bank.
     """
 
     def __init__(
@@ -114,13 +114,13 @@ class MACEngine:
         self._shared = SharedBank(bank)
         self.bank.check_model(loaded.fingerprint)
         self._queue = _queue_of(loaded)
-        self._seen = self._shared.latest()  # by the question whose turn it is
+        self._seen = self._shared.latest()  # the snapshot that the current question sees
         self._reader = reader_of(loaded, self._seen, self.attention)
-        self._last_known: KnownDocuments | None = None  # of the last question without `allowed`
+        self._last_known: KnownDocuments | None = None  # cache: from the last question without `allowed`
         if bound is not None and not isinstance(self.bank, MemoryBank):
             raise ConfigError("a bank in shards cannot be bounded, because it merges no entries; leave out `bound`")
         self.memory_weight = memory_weight
-        self._adapter = Adapter(self.model, bound)
+        self._writer = DocumentWriter(self.model, bound)
         self.on_batch: Callable[[int], object] | None = None
         if self.bank.writable:
             with self._shared.changing():
@@ -137,22 +137,22 @@ class MACEngine:
 
     @property
     def snapshot(self) -> BankContents:
-        """The contents of the bank that questions are answered from.
+        """The bank contents from which questions are answered.
 
-        These are its contents now, or, while the engine changes it, those of the last commit. During a question it is
-        what that question sees.
+        These are the present contents, or, while the engine changes the bank, those of its last commit. During a
+        question, they are the snapshot that this question sees.
         """
         return self._seen if self._queue.is_mine else self._shared.latest()
 
     def refresh(self) -> bool:
-        """Moves a bank that is open for reading to the writer's last commit, between questions.
+        """Moves a bank that is open for reading to the writer's last commit, between two questions.
 
         Returns:
-            True if there was another commit.
+            True if there was a new commit.
 
         Raises:
-            BankError: when the bank on disk is damaged; questions are then answered from the old commit.
-            FingerprintError: when a bank of another model has taken its place.
+            BankError: if the bank on disk is damaged; questions are then answered from the old commit.
+            FingerprintError: if a bank of another model has replaced it.
         """
         with self._shared.changing():
             return self.bank.refresh()
@@ -168,19 +168,19 @@ class MACEngine:
         """Remembers documents (the online stage of algorithm 2): no gradient, no question, one pass.
 
         A document that the bank already holds with this id, text and metadata costs nothing. A document with a known id
-        and another text replaces the old one; with other metadata alone, such as another date, it keeps its memory
-        tokens, and nothing is computed. All documents are checked before the first is written, so bad input changes
-        nothing. A bank on disk is committed every 30 seconds or 512 documents, whichever comes first; after an
-        interruption, the same call resumes.
+        and a new text replaces the old one. If only its metadata changed, such as the date, it keeps its memory tokens,
+        and nothing is computed. All documents are checked before the first is written, so bad input changes nothing. A
+        bank on disk is committed every 30 seconds or 512 documents, whichever comes first; after an interruption, the
+        same call resumes.
 
-        A document counts from its `date` on, or else from now on, and the documents that it `supersedes` stop counting
-        then; see `Document` and `as_of` of `answer`.
+        A document counts from its `date` on, or from now on if it has none, and the documents that it `supersedes` stop
+        counting then; see `Document`, and `as_of` of `answer`.
 
         Args:
             documents: documents with unique ids.
             on_long: for a document beyond the model's limit: split it into chunks, or raise an error.
-            on_bad: takes a document that cannot be adapted, and its error; it is left out, and all others are adapted.
-                Of several with the same id, the first is good. None to raise the error.
+            on_bad: called with each document that cannot be adapted, and its error. That document is left out, and all
+                others are adapted. Of several documents with one id, the first is adapted. None to raise the error.
             progress: shows a progress bar.
 
         Returns:
@@ -188,17 +188,17 @@ class MACEngine:
             of rows of memory tokens, and the ids of documents that the bank forgot.
 
         Raises:
-            DocumentError: for an empty document, one that is no text, one with half of a surrogate pair or NUL, or
-                with `on_long="error"` one beyond the limit; names the document, and the place in its text.
+            DocumentError: for a document that is empty, no text, holds NUL or half of a surrogate pair, or, with
+                `on_long="error"`, is longer than the limit. Names the document, and the place in its text.
             BankError: for an id that occurs twice in the call; for an id or metadata that cannot be kept exactly, or a
                 date that cannot be read (see `mac_rag.data.provenance.Member.of`); for documents that supersede each
                 other in a circle.
-            FingerprintError: when another model wrote the bank.
+            FingerprintError: if another model wrote the bank.
         """
         documents, seen = list(documents), self.snapshot
         bad: dict[int, MACError] = {}
-        # Before others have to wait: it can take long.
-        plan = self._adapter.plan(
+        # Planning can take long, so it comes before the lock.
+        plan = self._writer.plan(
             documents, seen, on_long, on_bad=None if on_bad is None else bad.__setitem__, progress=progress
         )
         if on_bad is not None:
@@ -208,20 +208,20 @@ class MACEngine:
         with self._shared.changing():
             self.bank.check_model(self.model.fingerprint)
             self._finish()
-            if self.bank.snapshot() is not seen:  # it has changed since
-                plan = self._adapter.plan(documents, self.bank, on_long, plan)
+            if self.bank.snapshot() is not seen:  # the bank has changed since
+                plan = self._writer.plan(documents, self.bank, on_long, plan)
             unfiled = self._synced.missing_from_retriever(documents, plan)
             pending = [document for document in documents if document.id in plan or document.id in unfiled]
             if pending:
                 self.bank.commit()  # raises for a bank that is not writable, before anything else is done
             updated = sum(document_id in self.bank for document_id in plan)
-            rows, forgotten = self._adapter.write(self._synced, pending, plan, unfiled, progress=progress)
+            rows, forgotten = self._writer.write(self._synced, pending, plan, unfiled, progress=progress)
             unchanged = len(documents) - len(plan)
             return AdaptReport(len(plan) - updated, updated, unchanged, rows, forgotten, len(unfiled))
 
     def _remember(self, documents: Sequence[Document]) -> None:
         """Writes documents of the retriever to the bank."""
-        self._adapter.remember(self.bank, documents)
+        self._writer.remember(self.bank, documents)
 
     @property
     def _synced(self) -> SyncedBank:
@@ -248,17 +248,17 @@ class MACEngine:
     def reconcile(self, *, allow_emptying: bool = False) -> Reconciliation:
         """Makes the bank agree with the retriever; see `mac_rag.sync.SyncedBank.reconcile`.
 
-        A bank that is bounded by random pruning lacks documents on purpose. They are adapted again here, and others are
-        pruned for them.
+        A bank that is bounded by random pruning lacks documents on purpose. This call adapts to them again, and prunes
+        others in their place.
 
         Args:
             allow_emptying: allows the deletion of all documents of the bank, if the retriever holds none of them.
 
         Raises:
             ConfigError: without a retriever, or with one that does not tell what it holds.
-            BankError: when the retriever holds none of the bank's documents.
+            BankError: if the retriever holds none of the bank's documents.
             DocumentError: for a document of the retriever that cannot be adapted.
-            FingerprintError: when another model wrote the bank.
+            FingerprintError: if another model wrote the bank.
         """
         with self._shared.changing():
             self.bank.check_model(self.model.fingerprint)
@@ -266,12 +266,12 @@ class MACEngine:
             return self._synced.reconcile(self._remember, group=GROUP, allow_emptying=allow_emptying)
 
     def compact(self) -> None:
-        """Removes from the bank's files what is left of deleted documents.
+        """Removes what is left of deleted documents from the bank's files.
 
-        Files are overwritten before they are removed if the bank has `secure_delete`.
+        If the bank has `secure_delete`, files are overwritten before they are removed.
 
         Raises:
-            BankError: when a file cannot be written or removed. The bank holds what it held; compact it again.
+            BankError: if a file cannot be written or removed. The bank is unchanged; compact it again.
         """
         with self._shared.changing():
             self._finish()
@@ -300,42 +300,42 @@ class MACEngine:
     ) -> list[Answer]:
         """Answers questions: `LM(d + x; phi*)`, phi* from the bank and d from the retriever.
 
-        Calls of several threads that wait at the same time share batches, if all other arguments are equal.
+        Calls of several threads that wait at the same time share batches if all their other arguments are equal.
 
         Args:
-            questions: texts; or prompts that `MACModel.fit_to_window` has made, for which nothing is retrieved.
+            questions: texts, or prompts made by `MACModel.fit_to_window`. Nothing is retrieved for a prompt.
             contexts: documents for each question, used instead of retrieved ones.
             use_memory: False to answer without the bank.
             use_retriever: False to answer without the retriever.
             k: number of documents to retrieve; None for the engine's number.
-            memory_weight: lambda behind documents; None for the engine's.
+            memory_weight: lambda for questions with documents in front; None for the engine's.
             allowed: ids of the documents that may have any influence, through the retriever or the bank; None for all.
             as_of: the moment of the question, as `mac_rag.data.dates.read_date` takes it. Documents of a later date
-                have no influence, nor have those that another has superseded by then: answers are those of a bank that
-                never held them. Only what the bank holds is retrieved. None for all dates: what another document
-                supersedes has no influence, whatever the date of that.
-            overflow: if documents and question are beyond the LM's window: raise an error, or cut the documents from
-                the last one on. The question is never cut.
-            max_new_tokens: None for the model's configured length.
-            num_beams: beams of beam search, which takes no sampling; 1 for none.
+                have no influence, nor have documents that another one has superseded by then: answers are those of a
+                bank that never held them. Only documents of the bank are retrieved. None for all dates: a superseded
+                document then has no influence, whatever the date of the one that supersedes it.
+            overflow: what to do if documents and question exceed the LM's window: raise an error, or truncate the
+                documents, the last one first. The question is never truncated.
+            max_new_tokens: longest answer in tokens; None for the model's configured length.
+            num_beams: number of beams of beam search, which cannot be combined with sampling; 1 for none.
             sampling: how tokens are chosen, and what ends an answer early.
-            sources: largest number of documents to name as what an answer rests on (`Answer.sources`). With memory,
-                this takes another pass over the bank.
-            min_confidence: computes `Answer.confidence`, and below this says "I don't know"; 0 to compute it only. This
-                takes another pass of the LM. None for neither.
-            batch_size: largest number of questions that are answered at a time.
+            sources: most documents to name in `Answer.sources` as what the answer rests on. With memory, this takes
+                another pass over the bank.
+            min_confidence: computes `Answer.confidence`, and answers "I don't know" if it is below this value; 0 to
+                compute it only. This takes another pass of the LM. None for neither.
+            batch_size: most questions that are answered at a time.
             progress: shows a progress bar.
-            cancelled: True once nobody waits for the answers any more. A call that is still in the queue then leaves
-                it; one that is being answered is finished.
+            cancelled: returns True once nobody waits for the answers any more. A call that is still in the queue is
+                then dropped; one that is being answered is finished.
 
         Raises:
-            CancelledError: when `cancelled` said so before the call's turn came.
+            CancelledError: if `cancelled` returned True before the call's turn came.
             BankError: with `use_memory`, for an empty bank, or if none of its documents is allowed or counts by then.
-            ConfigError: for sources, with an `attention` that does not tell single documents apart; for a
+            ConfigError: for `sources` with an `attention` that does not tell single documents apart; for a
                 `min_confidence` outside [0, 1], or if no calibration was fitted for the model and this kind of answer.
-            DataError: for an `as_of` that is no date.
-            DocumentError: for an empty question, or a prompt beyond the window.
-            FingerprintError: when another model wrote the bank.
+            DataError: for an `as_of` that is not a date.
+            DocumentError: for an empty question, or a prompt that exceeds the window.
+            FingerprintError: if another model wrote the bank.
         """
         settings = Settings(
             use_memory=use_memory,
@@ -384,9 +384,9 @@ class MACEngine:
         max_new_tokens: int | None = None,
         sampling: Sampling = GREEDY,
     ) -> Iterator[str]:
-        """Yields the answer to one question piece by piece; the pieces joined are what `answer` returns.
+        """Yields the answer to one question piece by piece; the joined pieces equal what `answer` returns.
 
-        Arguments are as `answer` takes them.
+        Takes the arguments of `answer`.
 
         Raises:
             BankError, DataError, DocumentError, FingerprintError: as `answer`; at the call, not at the first piece.
@@ -423,7 +423,10 @@ class MACEngine:
         return locked()
 
     def _some_of(self, pieces: Iterator[str]) -> list[str | None]:
-        """The next piece of a stream, and, while others wait, those behind it for a moment; None is the end."""
+        """The next piece of a stream; while others wait, also the pieces of the next `_STREAM_TURN` seconds.
+
+        None marks the end of the stream.
+        """
         some = [next(pieces, None)]
         end = time.perf_counter() + _STREAM_TURN
         while some[-1] is not None and self._queue.is_crowded and time.perf_counter() < end:
@@ -431,16 +434,16 @@ class MACEngine:
         return some
 
     def wait_for_crowds(self, seconds: float) -> None:
-        """Lets a batch wait for further questions as long as they come within so many seconds of each other.
+        """Lets a batch wait for further questions as long as each comes within so many seconds of the one before.
 
-        It holds for all engines of the model, and only while several questions come together: one that comes alone is
-        answered at once.
+        This holds for all engines of the model, and only while several questions come together: a question that comes
+        alone is answered at once.
         """
         self._queue.patience = seconds
 
     @property
     def recent_questions(self) -> tuple[int, int]:
-        """How often phi* of a question was found among those of recent questions, and how often it was not."""
+        """Hits and misses of the cache that holds phi* of recent questions."""
         return self._reader.recent_questions
 
     def retrieve(
@@ -453,12 +456,12 @@ class MACEngine:
     ) -> list[list[Hit]]:
         """The documents that `answer` puts in front of each question, the best first; none without a retriever.
 
-        Arguments are as `answer` takes them.
+        Takes the arguments of `answer`.
 
         Raises:
-            DataError: for an `as_of` that is no date.
+            DataError: for an `as_of` that is not a date.
             DocumentError: for an empty question.
-            FingerprintError: when another model wrote the bank.
+            FingerprintError: if another model wrote the bank.
         """
         moment = moment_of_question(as_of)
         for question in questions:
@@ -475,10 +478,10 @@ class MACEngine:
         """phi* `[B, T, D]` of each question (equation 1); `allowed` and `as_of` as `answer` takes them.
 
         Raises:
-            BankError: for an empty bank, or none of its documents allowed.
-            DataError: for an `as_of` that is no date.
-            DocumentError: for an empty question, or one beyond the limit.
-            FingerprintError: when another model wrote the bank.
+            BankError: for an empty bank, or if none of its documents is allowed.
+            DataError: for an `as_of` that is not a date.
+            DocumentError: for an empty question, or one that exceeds the limit.
+            FingerprintError: if another model wrote the bank.
         """
         moment = moment_of_question(as_of)
         with self._queue.turn():
@@ -488,18 +491,18 @@ class MACEngine:
     def document_attention(
         self, questions: Sequence[str], allowed: Container[str] | None = None, *, as_of: AsOf = None
     ) -> tuple[list[str], Tensor]:
-        """The share of each question's attention that goes to each document that may have influence.
+        """Each question's attention to each document that may have influence, as shares of 1.
 
-        Documents that were merged share the attention to their one entry equally. `allowed` and `as_of` are as `answer`
-        takes them.
+        Merged documents share the attention to their common entry equally. `allowed` and `as_of` are as `answer` takes
+        them.
 
         Returns:
             The document ids, and the attention mass `[B, documents]`; each row sums to 1.
 
         Raises:
-            BankError: for an empty bank, or none of its documents allowed.
+            BankError: for an empty bank, or if none of its documents is allowed.
             ConfigError: for an `attention` that does not tell single documents apart.
-            DataError: for an `as_of` that is no date.
+            DataError: for an `as_of` that is not a date.
         """
         moment = moment_of_question(as_of)
         return self._queue.submit(
@@ -523,20 +526,20 @@ class MACEngine:
     ) -> tuple[Source, ...]:
         """The documents that an answer rests on, the first one most; see `mac_rag.sources`.
 
-        `answer` of the engine does this for many questions at once. This is for answers that came piece by piece.
+        `MACEngine.answer` does this for many questions at once. Use this method for a streamed answer.
 
         Args:
             question: the question.
-            answer: the answer; None where it is not known, and then no sentence is named.
-            most: largest number of sources.
-            texts: by id, the documents in front of the question as the LM read them, the best first.
+            answer: the answer; None if it is not known, and then no sentence is named.
+            most: most sources to return.
+            texts: document id -> text as the LM read it in front of the question, the best first.
             use_memory: False for an answer without the bank.
             allowed, as_of: as `answer` takes them.
 
         Raises:
-            BankError: with `use_memory`, for an empty bank, or none of its documents allowed.
+            BankError: with `use_memory`, for an empty bank, or if none of its documents is allowed.
             ConfigError: for an `attention` that does not tell single documents apart.
-            DataError: for an `as_of` that is no date.
+            DataError: for an `as_of` that is not a date.
         """
         moment = moment_of_question(as_of)
         with self._queue.turn():
@@ -552,18 +555,18 @@ class MACEngine:
         use_memory: bool = True,
         allowed: Container[str] | None = None,
     ) -> Tensor:
-        """What is known of answers, from which confidence is computed: see `mac_rag.asking.evidence_of`.
+        """Evidence about answers, from which their confidence is computed: see `mac_rag.asking.evidence_of`.
 
         Args:
             prompts: B prompts, as `MACModel.fit_to_window` makes them.
-            answers: the answers to them.
-            use_memory, allowed: as `answer` had them.
+            answers: their B answers.
+            use_memory, allowed: as they were passed to `answer`.
 
         Returns:
             `[B, len(mac_rag.model.calibration.EVIDENCE)]`, on the CPU.
 
         Raises:
-            BankError: with `use_memory`, for an empty bank, or none of its documents allowed.
+            BankError: with `use_memory`, for an empty bank, or if none of its documents is allowed.
             ConfigError: for the strategy sharded.
         """
         with self._queue.turn():
@@ -581,7 +584,7 @@ class MACEngine:
         return [(list(ids), rows) for rows in mass.split([len(questions) for questions in calls])]
 
     def _known(self, allowed: Container[str] | None, as_of: int | None) -> Container[str] | None:
-        """The documents that may influence the question whose turn it is: those of `allowed` that count by then."""
+        """The documents that may influence the current question: those of `allowed` that count at `as_of`."""
         seen = self._seen
         if as_of is None and not seen.supersedes:
             return allowed
@@ -593,7 +596,7 @@ class MACEngine:
         return last
 
     def _begin(self) -> ConsistentRetrieval | None:
-        """Begins a question: chooses the snapshot that it sees, and returns the retriever as it sees it."""
+        """Begins a question: chooses its snapshot of the bank, and returns the retriever as this question sees it."""
         changes = self._shared.changes
         seen = self._shared.latest()
         if seen is not self._seen:  # bank and model meet

@@ -6,7 +6,7 @@ from __future__ import annotations
 class MACError(Exception):
     """Base of all errors of this package.
 
-    It derives from `Exception` alone, because LlamaIndex swallows more special errors where the user needs to read the
+    It derives from `Exception` alone, because LlamaIndex catches more specific errors where the user needs to read the
     message: its refine synthesizer catches `ValueError` and `TypeError` and answers "Empty Response", and its async
     helpers catch `RuntimeError` and report "Detected nested async".
     """
@@ -17,11 +17,11 @@ class ConfigError(MACError):
 
 
 class ModelLoadError(MACError):
-    """A model or checkpoint that cannot be loaded: unknown name, another architecture, truncated or foreign weights."""
+    """A model or checkpoint that cannot be loaded: unknown name, wrong architecture, truncated or wrong weights."""
 
 
 class InstructionError(MACError):
-    """A request that only an LM which follows instructions can serve, made to a checkpoint that follows none."""
+    """A request that needs an LM which follows instructions, made to a checkpoint that follows none."""
 
 
 class QuantizationError(MACError):
@@ -33,7 +33,7 @@ class DocumentError(MACError):
 
 
 class PromptError(MACError):
-    """A conversation that the LM's chat template cannot write, or that is beyond the LM's window."""
+    """A conversation that the LM's chat template cannot write, or that exceeds the LM's window."""
 
 
 class BankError(MACError):
@@ -41,15 +41,15 @@ class BankError(MACError):
 
 
 class FingerprintError(BankError):
-    """A memory bank written by another model than the one that is to read it."""
+    """A memory bank that was written by a different model from the one that is to read it."""
 
 
 class DamageError(BankError):
-    """A file of a bank that is not what was written."""
+    """A file of a bank whose content is not what was written."""
 
 
 class ShardLostError(BankError):
-    """A shard of a bank that cannot be reached now; it restarts from its folder."""
+    """A shard of a bank that cannot be reached at the moment; it restarts from its folder."""
 
 
 class DataError(MACError):
@@ -57,8 +57,8 @@ class DataError(MACError):
 
 
 class WorkerError(MACError):
-    """A worker process of a cluster that died again and again, or failed for a reason that is none of ours."""
+    """A worker process of a cluster that died repeatedly, or failed for a reason outside of mac_rag."""
 
 
 class CancelledError(MACError):
-    """A request that was not run, because nobody waited for it any more when its turn came."""
+    """A request that was dropped, because nobody waited for it any more when its turn came."""

@@ -1,10 +1,12 @@
 """Which documents an answer rests on, and which sentence of them.
 
-A document is a candidate if the LM read it in front of the question, or if memory pays it much attention, however few
-sources are asked for. First come the documents with a sentence that holds all of the answer's words, then those with
-one that holds most of them, because an answer that a text does not hold came from elsewhere. Among equals those come
-first whose share of the attention and whose sentence's share of the question's words are more together, and then those
-that the retriever placed higher.
+A document is a candidate if the LM read it in front of the question, or if it is among the `_LOOKED_AT` documents to
+which memory attends most. Candidates are ordered by
+
+1. the share of the answer's words that their best sentence holds, because an answer that a text does not hold came from
+   elsewhere;
+2. the sum of the document's share of the attention and the sentence's share of the question's words;
+3. the retriever's order.
 """
 
 from __future__ import annotations
@@ -23,13 +25,13 @@ from mac_rag.errors import DataError
 from mac_rag.memory.interface import BankContents
 
 _WORD = re.compile(r"\w+")
-# A sentence ends behind . ! or ? before a capital letter, a digit or a quotation mark, and at an empty line. Behind an
-# initial or a title it goes on.
+# A sentence ends after . ! or ? if a capital letter, a digit or a quotation mark follows, and at an empty line. It does
+# not end after an initial or a title.
 _END = re.compile(r"(?<=[.!?])[\"'”’)\]]*\s+(?=[\"'“‘(\[]?[^\Wa-z_])|\n\s*\n")
 _GOES_ON = re.compile(r"(?:\b[^\W\d_]|\b(?:Mr|Mrs|Ms|Dr|Prof|St|Sr|Jr|vs|Gen|Col|Lt|Rev|Hon|No))\.$")
-_LEAST_SHARE = 0.5  # of the answer's words, for a sentence to count
-# Documents with most attention that are looked at, however few are named: the one that holds the answer may not be the
-# first of them.
+_LEAST_SHARE = 0.5  # a sentence counts if it holds at least this share of the answer's words
+# Documents with most attention that are candidates, even if fewer sources are asked for: the document that holds the
+# answer may not be the one with most attention.
 _LOOKED_AT = 8
 
 
@@ -45,16 +47,16 @@ def find_sources(
 
     Args:
         questions: B questions.
-        answers: B answers; None for one that is not known.
-        read: for each question the documents that the LM read, by their ids, the best first.
-        masses: ids and attention `[B, documents]` of the documents in memory; None without memory.
+        answers: B answers; None for an answer that is not known.
+        read: for each question, document id -> text that the LM read, the best first.
+        masses: ids and attention mass `[B, documents]` of the documents in memory; None without memory.
         bank: the bank, which knows their metadata and may keep their texts.
-        most: largest number of sources of an answer.
+        most: most sources of an answer.
 
     Returns:
-        For each answer at most `most` sources, the first one most.
+        For each answer at most `most` sources, the most important one first.
     """
-    found = []
+    sources = []
     for row, (question, answer, texts) in enumerate(zip(questions, answers, read, strict=True)):
         shares: dict[str, float] = {}
         if masses is not None:
@@ -68,20 +70,20 @@ def find_sources(
             _source(name, shares.get(name), texts.get(name), question, answer, bank)
             for name in dict.fromkeys([*texts, *shares])
         ]
-        candidates.sort(key=_rank, reverse=True)  # stable: then the retriever
-        found.append(tuple(source for source, _ in candidates[:most]))
-    return found
+        candidates.sort(key=_rank, reverse=True)  # stable, so equals keep the retriever's order
+        sources.append(tuple(source for source, _ in candidates[:most]))
+    return sources
 
 
 def texts_read(document_ids: Sequence[str], texts: Sequence[str], contexts: Sequence[str]) -> dict[str, str]:
-    """What the LM reads of each retrieved document, by its id. Blank ones and those left out are not among them.
+    """Document id -> the text that the LM reads of it, for each retrieved document.
 
-    Texts that were not retrieved have no ids, and are not among them either.
+    Blank documents, documents left out to fit the window, and texts that were not retrieved are not included.
 
     Args:
         document_ids: ids of the retrieved documents, the best first.
         texts: their texts.
-        contexts: the texts in front of the question: the first ones, the last of them possibly cut.
+        contexts: the texts in front of the question: the first of `texts`, the last one possibly truncated.
 
     Examples:
         >>> texts_read(["bridge", "river", "museum"], ["It opened.", "A ferry.", "It closed."], ["It opened.", "A fe"])
@@ -92,10 +94,10 @@ def texts_read(document_ids: Sequence[str], texts: Sequence[str], contexts: Sequ
 
 
 def source_record(source: Source, answer: str | None = None) -> dict[str, Any]:
-    """A source as JSON takes it; its date in ISO 8601, and `attention` is its share. Its whole text is left out.
+    """A source as values that JSON can hold, without its whole text.
 
-    `span` is where the sentence stands in the text, and `highlights` where the answer stands in the sentence, as starts
-    and ends in characters (code points).
+    `attention` is its share, and the date is in ISO 8601. `span` is the position of the sentence in the text, and
+    `highlights` are the positions of the answer in the sentence: start and end in characters (code points).
 
     Examples:
         >>> record = source_record(Source("press", share=0.5, text="It moved. It employs 180.", span=(10, 25)), "180")
@@ -116,9 +118,9 @@ def source_record(source: Source, answer: str | None = None) -> dict[str, Any]:
 
 
 def highlights(text: str, answer: str) -> list[tuple[int, int]]:
-    """Where an answer stands in a text: start and end of the first place with all of its words one behind the other.
+    """Where an answer occurs in a text: start and end of the first place with all of its words in sequence.
 
-    Where there is none, those of each word that is one of the answer's.
+    If there is no such place: start and end of each word that is one of the answer's.
 
     Examples:
         >>> highlights("Of the people, it employs 180 people.", "180 people")
@@ -126,13 +128,14 @@ def highlights(text: str, answer: str) -> list[tuple[int, int]]:
         >>> highlights("It employs 180 young people.", "180 people")
         [(11, 14), (21, 27)]
     """
-    wanted = [word.casefold() for word in _WORD.findall(answer)]
-    found = list(_WORD.finditer(text))
-    words = [match[0].casefold() for match in found]
-    for first in range(len(words) - len(wanted) + 1) if wanted else ():
-        if words[first : first + len(wanted)] == wanted:
-            return [(found[first].start(), found[first + len(wanted) - 1].end())]
-    return [match.span() for match, word in zip(found, words, strict=True) if word in wanted]
+    answer_words = [word.casefold() for word in _WORD.findall(answer)]
+    matches = list(_WORD.finditer(text))
+    words = [match[0].casefold() for match in matches]
+    count = len(answer_words)
+    for first in range(len(words) - count + 1) if answer_words else ():
+        if words[first : first + count] == answer_words:
+            return [(matches[first].start(), matches[first + count - 1].end())]
+    return [match.span() for match, word in zip(matches, words, strict=True) if word in answer_words]
 
 
 def _source(
@@ -145,7 +148,7 @@ def _source(
         entry = bank[name]
         place = entry.place(name)
         metadata = entry.members[place].metadata
-        with suppress(DataError):  # a bank from elsewhere may hold something else there
+        with suppress(DataError):  # a bank from elsewhere may hold something other than a date there
             date = date_in(metadata)
         if text is None and bank.keep_texts:
             text = entry.texts[place]
@@ -166,8 +169,8 @@ class Support:
 
     Attributes:
         span: its start and end in the text.
-        coverage: the share of the answer's words that stand in it.
-        overlap: the share of the question's words that stand in it.
+        coverage: the share of the answer's words that it holds.
+        overlap: the share of the question's words that it holds.
     """
 
     span: tuple[int, int]
@@ -176,22 +179,23 @@ class Support:
 
 
 def support_of(text: str, answer: str, question: str) -> Support | None:
-    """The sentence of a text that holds most of an answer's words, and then most of the question's.
+    """The sentence of a text that holds the most words of an answer and, among equals, the most of the question.
 
     Returns:
         The first such sentence; None if no sentence holds at least half of the answer's words.
 
     Examples:
         >>> text = "Rainga Press moved. It employs 180 people. Of them, 180 strike."
-        >>> found = support_of(text, "180", "How many people does it employ?")
-        >>> text[slice(*found.span)], found.coverage, round(found.overlap, 2)
+        >>> support = support_of(text, "180", "How many people does it employ?")
+        >>> text[slice(*support.span)], support.coverage, round(support.overlap, 2)
         ('It employs 180 people.', 1.0, 0.33)
     """
-    wanted, asked = _words(answer), _words(question)
+    answer_words, question_words = _words(answer), _words(question)
     best, best_score = None, (_LEAST_SHARE, -1.0)
-    for span in sentence_spans(text) if wanted else ():
+    for span in sentence_spans(text) if answer_words else ():
         words = _words(text[slice(*span)])
-        score = (len(wanted & words) / len(wanted), len(asked & words) / max(1, len(asked)))
+        coverage = len(answer_words & words) / len(answer_words)
+        score = (coverage, len(question_words & words) / max(1, len(question_words)))
         if score > best_score:
             best, best_score = Support(span, *score), score
     return best

@@ -1,12 +1,15 @@
-"""Keeps a memory bank and a retriever in agreement, through errors and crashes too. Knows no model.
+"""Keeps a memory bank and a retriever in agreement, also through errors and crashes. Knows no model.
 
-The retriever holds the texts and is the source of truth; the bank follows it. A change of both has five steps: the bank
-commits an intent that names the documents, it writes all that its next commit needs, the retriever changes, the bank
-commits, and that commit ends the intent.
+The retriever holds the texts and is the source of truth; the bank follows it. A change of both takes four steps:
 
-An error in any step takes everything back. So most of what can fail, such as a full disk, fails before the retriever
-has changed. A crash leaves a bank that is behind, and so does an error after which the retriever fails to go back: the
-intent names the documents to look at, and the retriever holds the texts from which the bank catches up.
+1. the bank commits an intent that names the documents;
+2. the bank writes everything that its next commit needs, so that most failures, such as a full disk, come before the
+   retriever changes;
+3. the retriever changes;
+4. the bank commits, which ends the intent.
+
+An error in any step undoes the whole change. After a crash, or an error after which the retriever cannot be restored,
+the bank is out of date: the intent names the documents to look at, and the retriever holds their texts.
 """
 
 from __future__ import annotations
@@ -25,7 +28,7 @@ from mac_rag.retrieval.base import Retriever
 
 T = TypeVar("T")
 
-_COMPARED = 10_000  # most documents whose hashes are compared at every opening; beyond it, only the counts are
+_COMPARED = 10_000  # up to so many documents, every opening compares hashes; with more, it compares only the counts
 
 
 @dataclass(frozen=True)
@@ -34,7 +37,7 @@ class Difference:
 
     Attributes:
         missing: documents that only the retriever holds.
-        outdated: documents of both whose text or metadata differ.
+        outdated: documents that both hold, with different text or metadata.
         surplus: documents that only the bank holds.
     """
 
@@ -90,10 +93,10 @@ def difference(bank: Bank, retriever: Retriever) -> Difference:
 
 
 def disagreement(bank: Bank, retriever: Retriever) -> str | None:
-    """How a bank differs from its retriever, in a few words; None if no difference is seen.
+    """How a bank differs from its retriever, in a few words; None if no difference is found.
 
-    It is cheap enough to run whenever both are opened: large banks are compared by their number of documents only. It
-    returns None, too, for a retriever that does not tell what it holds.
+    Cheap enough to run whenever both are opened: of large banks, only the number of documents is compared. Also returns
+    None for a retriever that does not tell what it holds.
     """
     try:
         count = len(retriever)
@@ -125,8 +128,8 @@ class SyncedBank:
         (False, False)
 
     Args:
-        bank: open for writing, or in memory.
-        retriever: None for a bank alone.
+        bank: a bank that is open for writing, or in memory.
+        retriever: the retriever; None for a bank alone.
     """
 
     def __init__(self, bank: Bank, retriever: Retriever | None) -> None:
@@ -138,15 +141,15 @@ class SyncedBank:
 
         Args:
             documents: the documents to look up.
-            changed: ids of the documents that are new to the bank or differ from its version. If the retriever does not
-                tell which texts it holds, all of these count as missing.
+            changed: ids of the documents that are new to the bank or differ from its versions. If the retriever does
+                not tell which texts it holds, all of these count as missing.
         """
         if self.retriever is None:
             return set()
         return self.unfiled({document.id: content_hash(document) for document in documents}, changed)
 
     def unfiled(self, hashes: Mapping[str, str], changed: Container[str]) -> set[str]:
-        """As `missing_from_retriever`, for the content hashes of documents by their ids."""
+        """As `missing_from_retriever`, for `hashes`: document id -> content hash."""
         if self.retriever is None:
             return set()
         try:
@@ -157,11 +160,11 @@ class SyncedBank:
         return {name for name, value in hashes.items() if filed.get(name) != value}
 
     def put(self, documents: Sequence[Document], write_to_bank: Callable[[], T]) -> T:
-        """Writes documents to the retriever and to the bank, and commits. On an error, neither has changed.
+        """Writes documents to the retriever and to the bank, and commits. On an error, neither changes.
 
         Args:
             documents: the documents that the retriever lacks.
-            write_to_bank: writes to the bank the documents that the bank lacks.
+            write_to_bank: writes the documents that the bank lacks to the bank.
 
         Returns:
             What `write_to_bank` returns.
@@ -184,15 +187,15 @@ class SyncedBank:
     def delete(self, document_ids: Sequence[str], *, persist: Callable[[], object] = lambda: None) -> Deletion:
         """Deletes documents from the retriever and the bank, whichever holds them, and commits.
 
-        On an error, neither has changed. An intent of an interrupted change stays in place, because only an engine with
-        a model can finish that change.
+        On an error, neither changes. The intent of an earlier, interrupted change stays, because only an engine with a
+        model can finish that change.
 
         Args:
             document_ids: ids of the documents to delete.
-            persist: saves the retriever; called after the retriever changes and before the bank does.
+            persist: saves the retriever; called after the retriever has changed and before the bank does.
 
         Raises:
-            BankError: for an id that neither holds, before anything is changed.
+            BankError: for an id that neither holds, before anything changes.
         """
         ids = list(dict.fromkeys(document_ids))
         in_retriever = [] if self.retriever is None else self.retriever.held(ids)
@@ -226,20 +229,20 @@ class SyncedBank:
     def _all_or_nothing(
         self, document_ids: Collection[str], before: Sequence[Document], persist: Callable[[], object] = lambda: None
     ) -> Iterator[None]:
-        """On an error, takes back what has changed in the bank and in the retriever since.
+        """If the block raises an error, undoes what the block has changed in the bank and in the retriever.
 
         Args:
             document_ids: ids of the documents that change in the retriever.
-            before: its versions of those that it holds.
+            before: the retriever's present versions of those that it holds.
             persist: saves the retriever.
         """
-        self.bank.commit()  # what others have changed before is not taken back
+        self.bank.commit()  # earlier changes are not undone
         pending = self.bank.intent
         try:
             yield
         except BaseException:
             self.bank.rollback()
-            # Where the retriever cannot go back, the intent stays, and the next change of both finishes this one.
+            # If the retriever cannot be restored, the intent stays, and the next change of both finishes this one.
             with suppress(Exception):
                 if self._restore(document_ids, before):
                     persist()
@@ -248,7 +251,7 @@ class SyncedBank:
             raise
 
     def _restore(self, document_ids: Collection[str], before: Sequence[Document]) -> bool:
-        """Gives the retriever its former versions of documents; True if it had changed."""
+        """Restores the retriever's former versions of documents; True if it had changed."""
         retriever = self.retriever
         if retriever is None:
             return False
@@ -262,9 +265,9 @@ class SyncedBank:
         return bool(changed) or not held.keys() <= former.keys()
 
     def finish(self, remember: Remember) -> int:
-        """Finishes a change that was interrupted between retriever and bank, as the bank's intent says.
+        """Finishes the change named by the bank's intent, which was interrupted between retriever and bank.
 
-        It does nothing if the retriever does not tell what it holds.
+        Does nothing if the retriever does not tell what it holds.
 
         Returns:
             The number of documents that were adapted or deleted.
@@ -285,17 +288,17 @@ class SyncedBank:
         return len(changed) + len(deleted)
 
     def reconcile(self, remember: Remember, *, group: int, allow_emptying: bool = False) -> Reconciliation:
-        """Makes the bank agree with the retriever: adapts the missing documents, and deletes those of the bank alone.
+        """Makes the bank agree with the retriever: adapts to missing documents, and deletes those of the bank alone.
 
         After an interruption, the same call does the rest.
 
         Args:
-            remember: writes documents to the bank.
-            group: number of documents that are remembered and committed at a time.
+            remember: writes documents to the bank, without committing.
+            group: number of documents in one commit.
             allow_emptying: allows the deletion of all documents of the bank.
 
         Raises:
-            BankError: when the retriever holds none of the bank's documents, unless `allow_emptying` is True.
+            BankError: if the retriever holds none of the bank's documents, unless `allow_emptying` is True.
             ConfigError: without a retriever, or for one that does not tell what it holds.
         """
         bank, retriever = self.bank, self.retriever
@@ -304,8 +307,9 @@ class SyncedBank:
         before = difference(bank, retriever)
         if len(before.surplus) == len(bank) > 0 and not allow_emptying:
             raise BankError(
-                f"the retriever holds none of the bank's {len(bank)} documents, so that all of them would go; name the "
-                "retriever that the bank was adapted with, adapt the documents again, or allow the bank to be emptied"
+                f"the retriever holds none of the bank's {len(bank)} documents, so all of them would be deleted; name "
+                "the retriever that the bank was adapted with, adapt the documents again, or allow the bank to be "
+                "emptied"
             )
         with self._all_or_nothing((), ()):
             self._forget([*before.surplus, *before.outdated])
@@ -319,16 +323,16 @@ class SyncedBank:
         return Reconciliation(tuple(name for name in missing if name not in outdated), before.outdated, before.surplus)
 
     def _forget(self, document_ids: Sequence[str]) -> tuple[str, ...]:
-        """Deletes from the bank the documents that it holds, and returns their ids and those merged with them."""
+        """Deletes the documents that the bank holds; returns their ids, and those of documents merged with them."""
         deleted: dict[str, None] = {}
         for name in document_ids:
-            if name in self.bank:  # it may have been deleted with an earlier one that it was merged with
+            if name in self.bank:  # it may have gone with an earlier document that it was merged with
                 deleted |= dict.fromkeys(self.bank.delete(name))
         return tuple(deleted)
 
 
 def held_documents(retriever: Retriever, document_ids: Sequence[str]) -> list[Document]:
-    """Those of these documents that a retriever holds.
+    """The documents with these ids that a retriever holds.
 
     Raises:
         ConfigError: for a retriever that does not tell what it holds.
@@ -338,7 +342,7 @@ def held_documents(retriever: Retriever, document_ids: Sequence[str]) -> list[Do
 
 
 def is_held(bank: BankContents, document_id: str, content: str) -> bool:
-    """True if the bank holds a document with this content hash."""
+    """True if the bank holds a document with this id and content hash."""
     if document_id not in bank:
         return False
     members = bank[document_id].members

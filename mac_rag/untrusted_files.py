@@ -1,7 +1,7 @@
-"""Files that nobody vouches for: opened only if they are files, read only within bounds, and parsed only within bounds.
+"""Opens, reads and parses untrusted files: only regular files, and only within bounds.
 
-Whatever reads a bank, a retriever's folder, a checkpoint or a user's data goes through here. Everything that is wrong
-with the content raises one error, `MalformedError`, which the caller turns into an error that names file and remedy.
+All code that reads a bank, a retriever's folder, a checkpoint or a user's data uses this module. Any fault of the
+content raises `MalformedError`, which the caller turns into an error that names the file and the remedy.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ from io import BufferedReader
 from pathlib import Path
 from typing import Any, BinaryIO
 
-# Nesting of lists and objects in JSON. Metadata of documents may be nested less, because our files put it into more.
+# Deepest nesting of lists and objects in JSON. Metadata of documents have a lower bound, because our files wrap them.
 DEPTH = 72
 METADATA_DEPTH = 64
-# Digits of a number in JSON: what Python reads under every setting of its own limit for integers.
+# Most digits of a number in JSON: Python reads as many under every setting of its own limit for integers.
 NUMBER = 640
-# Bytes of a text file that is one document.
+# Most bytes of a text file that is one document.
 DOCUMENT = 64 << 20
-# Bytes of a line of JSON Lines, or of a row of CSV.
+# Most bytes of a line of JSON Lines, or of a row of CSV.
 ROW = 8 << 20
-# Lines of a row of CSV, and blank lines in front of any row.
+# Most lines of a row of CSV, and most blank lines before any row.
 ROW_LINES = 200_000
-# Lists and objects in one such row; a row of nothing else would take 60 times its size in memory.
+# Most lists and objects in such a row. A row of nothing else would take 60 times its size in memory.
 ROW_CONTAINERS = 200_000
 _PIECE = 1 << 20
-# A string of JSON, with its end or without, or what opens a list or an object.
+# A JSON string, complete or not, or the opening bracket of a list or an object.
 _STRING_OR_OPENING = re.compile(r'"(?:[^"\\]++|\\.)*+"?|[\[{]', re.DOTALL)
 _KINDS = (
     (stat.S_ISDIR, "a folder"),
@@ -45,25 +45,25 @@ _KINDS = (
 
 
 class MalformedError(ValueError):
-    """A file that is no regular file, or whose content is not what its format allows."""
+    """A file that is not a regular file, or whose content its format does not allow."""
 
 
 class NulError(MalformedError):
-    """A NUL in what should be text: it is something else, or a hole where a text was."""
+    """A NUL in a file that should be text: the file is binary, or has a hole where a text was."""
 
 
 def open_file(path: Path, *, follow: bool = False) -> BufferedReader:
-    """Opens a regular file for reading, and never waits for anything else to become readable.
+    """Opens a regular file for reading. Never blocks on anything else, such as a pipe.
 
     Args:
         path: the file.
-        follow: True to follow a symbolic link, as in the cache of the Hub, where all files are links.
+        follow: True to follow a symbolic link. In the cache of the Hub, for example, all files are links.
 
     Raises:
-        MalformedError: for a folder, a pipe, a device or a socket, and without `follow` for a symbolic link.
-        OSError: when there is no such file, or the system refuses it.
+        MalformedError: for a folder, a pipe, a device or a socket, and without `follow` also for a symbolic link.
+        OSError: if there is no such file, or the system refuses it.
     """
-    # Without O_NONBLOCK, opening a pipe waits for a writer.
+    # Without O_NONBLOCK, opening a pipe would wait for a writer.
     flags = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0) | getattr(os, "O_CLOEXEC", 0)
     flags |= 0 if follow else getattr(os, "O_NOFOLLOW", 0)
     try:
@@ -88,7 +88,7 @@ def open_file(path: Path, *, follow: bool = False) -> BufferedReader:
 
 
 def read_file(path: Path, limit: int, *, follow: bool = False) -> bytes:
-    """Reads a file that may have no more than `limit` bytes.
+    """Reads a file of at most `limit` bytes.
 
     Raises:
         MalformedError: for a larger file, and as `open_file`.
@@ -99,7 +99,7 @@ def read_file(path: Path, limit: int, *, follow: bool = False) -> bytes:
 
 
 def file_digest(path: Path) -> str:
-    """Sha256 of a file, which is read to its end.
+    """Hex sha256 of a file of any size.
 
     Raises:
         MalformedError, OSError: as `open_file`.
@@ -109,7 +109,7 @@ def file_digest(path: Path) -> str:
 
 
 def read_text_bytes(path: Path, limit: int, *, follow: bool = False) -> bytes:
-    """As `read_file`, for a file of text; it is refused at its first NUL, which a text never has and a hole always has.
+    """As `read_file`, for a file of text. Refuses the file at its first NUL, which no text has and every hole has.
 
     Raises:
         MalformedError, OSError: as `read_file`.
@@ -125,10 +125,10 @@ def read_text_bytes(path: Path, limit: int, *, follow: bool = False) -> bytes:
 
 
 def read_unpacked(path: Path, limit: int) -> bytes:
-    """Reads a file of text, unpacked where its name ends in `.gz`; links are followed.
+    """Reads a file of text, and unpacks it if its name ends in `.gz`; follows links.
 
     Raises:
-        MalformedError: for more than `limit` bytes, packed or unpacked, for what gzip did not pack, and as
+        MalformedError: for more than `limit` bytes, packed or unpacked, for a `.gz` file that gzip did not pack, and as
             `read_text_bytes`.
         OSError: as `open_file`.
     """
@@ -173,33 +173,33 @@ def lines_of(file: BinaryIO, limit: int) -> Iterator[bytes]:
 
 
 def is_hole(piece: bytes) -> bool:
-    """True if nothing was ever written there, as far as one can see."""
+    """True if all bytes are zero, as in a part of a file that was never written."""
     return piece.count(0) == len(piece)
 
 
 def skip_hole(file: BinaryIO) -> None:
-    """Goes on to where the file has data again, or to its end; a hole may be larger than any disk."""
+    """Moves to the next data in the file, or to its end, without reading; a hole may be larger than any disk."""
     try:
         file.seek(os.lseek(file.fileno(), file.tell(), os.SEEK_DATA))
-    except (AttributeError, OSError):  # there is none, or the system does not know
+    except (AttributeError, OSError):  # there is no more data, or the system cannot tell
         file.seek(0, os.SEEK_END)
 
 
 def parse_json(text: str | bytes, *, depth: int = DEPTH, containers: int | None = None) -> Any:
-    """Parses JSON within bounds. Unlike `json.loads` it takes no NaN or infinity, and no name twice in an object.
+    """Parses JSON within bounds. Unlike `json.loads`, refuses NaN, infinity, and a name that comes twice in an object.
 
     Args:
         text: the JSON, as text or UTF-8.
-        depth: how deep lists and objects may be nested.
-        containers: how many lists and objects there may be; None for any number.
+        depth: deepest nesting of lists and objects.
+        containers: most lists and objects; None for any number.
 
     Raises:
-        MalformedError: for anything else; it says what and, where the parser knows it, where.
+        MalformedError: for any other content; says what is wrong and, if the parser knows it, where.
     """
     try:
         if not isinstance(text, str):
             text = text.decode()
-        most = text.count("[") + text.count("{")  # those in strings are counted, too
+        most = text.count("[") + text.count("{")  # an upper bound, because brackets in strings are counted, too
         if containers is not None and most > containers:
             _check_containers(text, containers)
         value = _DECODER.decode(text)
@@ -215,10 +215,10 @@ def parse_json(text: str | bytes, *, depth: int = DEPTH, containers: int | None 
 
 
 def json_end(text: str, start: int) -> int:
-    """Where the JSON value ends that starts at a character.
+    """The index after the JSON value that starts at a character.
 
     Raises:
-        MalformedError: when no JSON value starts there, or it is beyond the bounds of `parse_json`.
+        MalformedError: if no JSON value starts there, or it exceeds the bounds of `parse_json`.
     """
     try:
         return _DECODER.raw_decode(text, start)[1]
@@ -237,7 +237,7 @@ def read_json(path: Path, limit: int, *, follow: bool = False) -> Any:
 
 
 def read_at(file: BinaryIO, start: int, count: int) -> bytes:
-    """At most `count` bytes from `start` on; the memory it takes is that of the bytes that are there."""
+    """Reads at most `count` bytes from `start` on. Takes memory only for bytes that exist, even if `count` is huge."""
     left = file.seek(0, os.SEEK_END) - start
     file.seek(start)
     return file.read(max(0, min(count, left)))
@@ -246,7 +246,7 @@ def read_at(file: BinaryIO, start: int, count: int) -> bytes:
 def _checked_size(file: BinaryIO, limit: int) -> int:
     size = os.fstat(file.fileno()).st_size
     if size > limit:
-        raise MalformedError(f"it has {size:,} bytes, and {limit:,} are the most that are read")
+        raise MalformedError(f"it has {size:,} bytes, and {limit:,} are the most")
     return size
 
 
@@ -291,7 +291,7 @@ def _integer(text: str) -> int:
 def _float(text: str) -> float:
     value = float(text) if len(text) - text.startswith("-") <= NUMBER else math.inf
     if math.isinf(value):
-        raise MalformedError(f"{text[:40]!r} is no number that can be read exactly")
+        raise MalformedError(f"{text[:40]!r} is not a number that can be read exactly")
     return value
 
 
@@ -302,20 +302,20 @@ def _constant(text: str) -> Any:
 _DECODER = json.JSONDecoder(object_pairs_hook=_object, parse_int=_integer, parse_float=_float, parse_constant=_constant)
 
 
-# Controls (C0 with ESC, DEL, C1), the separators that some programs take for line breaks, embeddings, overrides and
-# isolates of the bidirectional algorithm, and halves of surrogate pairs, which cannot be printed at all.
+# Control characters (C0 with ESC, DEL, C1), separators that some programs take for line breaks, embeddings, overrides
+# and isolates of the bidirectional algorithm, and halves of surrogate pairs, which cannot be printed at all.
 _UNSAFE = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
 def printable(text: object, *, keep: str = "") -> str:
-    r"""A text with its unsafe characters written as `\uXXXX`, as JSON does; JSON stays the same JSON.
+    r"""A text with its unsafe characters written as `\uXXXX`, as in JSON. JSON text keeps its meaning.
 
     Examples:
         >>> print(printable("red \x1b[31m and\nnew"))
         red \u001b[31m and\u000anew
 
     Args:
-        text: the text, or an object such as a path or an error, which is shown as a text.
-        keep: characters to leave as they are, such as line breaks.
+        text: the text, or an object such as a path or an error, which is converted to a text.
+        keep: unsafe characters to keep, such as line breaks.
     """
     return _UNSAFE.sub(lambda match: match[0] if match[0] in keep else f"\\u{ord(match[0]):04x}", str(text))

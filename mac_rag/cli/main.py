@@ -42,7 +42,7 @@ app.add_typer(serve.keys, name="key")
 
 
 def main() -> None:
-    """Runs the command. Bad input ends it with one message and exit code 1, wrong usage with exit code 2."""
+    """Runs the command. Bad input ends it with one message and exit code 1, wrong usage ends it with exit code 2."""
     with rare_garbage_collection():
         run_app(app)
 
@@ -92,14 +92,14 @@ def adapt(
         bool,
         typer.Option(
             "--keep-texts",
-            help="Make a bank that keeps the texts too, so that `bank rebuild` can make one for another model.",
+            help="Make a bank that also keeps the texts, so that `bank rebuild` can make a bank for another model.",
         ),
     ] = False,
     secure_delete: Annotated[
         bool,
         typer.Option(
             "--secure-delete",
-            help="Make a bank that overwrites its files before it removes them. It is read into memory as a whole.",
+            help="Make a bank that overwrites its files before it removes them. All of it is read into memory.",
         ),
     ] = False,
     rows: RowsOption = None,
@@ -114,15 +114,15 @@ def adapt(
     ray: Annotated[
         bool,
         typer.Option(
-            "--ray", help="Amortize in many processes: on the Ray cluster at RAY_ADDRESS, or else on this machine."
+            "--ray", help="Encode in many processes: on the Ray cluster at RAY_ADDRESS, or else on this machine."
         ),
     ] = False,
     actors: Annotated[
         int | None,
-        typer.Option(min=1, help="With --ray: the most processes.", show_default="one for each GPU, or for each CPU"),
+        typer.Option(min=1, help="With --ray: most processes.", show_default="one for each GPU, or for each CPU"),
     ] = None,
 ) -> None:
-    """Remember documents in a bank. With --retriever, store their texts in the retriever as well.
+    """Remember documents in a bank. With --retriever, also store their texts in the retriever.
 
     The bank is created if it does not exist. Each line of a .jsonl file is a document {"id": ..., "text": ...}, and so
     is each row of a .csv or .parquet file with the columns id and text; other keys and columns become metadata. Any
@@ -131,14 +131,13 @@ def adapt(
     the id -.
 
     A document with a known id replaces the older version; an unchanged document costs nothing. The bank is saved every
-    30 seconds or 512 documents, whichever comes first. If the command is interrupted, as by Ctrl-C, it says what is
-    kept; run it again for the rest.
+    30 seconds or 512 documents, whichever comes first. If the command is interrupted, such as by Ctrl-C, it says how
+    many documents are saved; run it again for the rest.
 
-    If anything is bad, nothing is adapted. With --skip-bad, everything else is: what is left out is listed at the end,
-    and the exit code is 0, or 1 if nothing is good.
+    If any document is bad, nothing is adapted. With --skip-bad, the good documents are adapted and the others are
+    listed at the end; the exit code is 0, or 1 if no document is good.
 
-    Whether a bank keeps texts, whether it overwrites what it deletes, and in which numbers it keeps memory tokens, is
-    decided when it is created; later calls need not repeat --keep-texts, --secure-delete and --rows.
+    --keep-texts, --secure-delete and --rows take effect when a bank is created; later calls need not repeat them.
     """
     from mac_rag.config import BoundConfig
     from mac_rag.data.readers import find_files, read_documents
@@ -148,11 +147,11 @@ def adapt(
     from mac_rag.memory.views.overview import keep_rows_for
 
     if actors is not None and not ray:
-        raise ConfigError(f"--actors {actors} is for --ray; add --ray, or leave it out")
+        raise ConfigError(f"--actors {actors} needs --ray; add --ray, or leave --actors out")
     if device_map is not None and ray:
-        raise ConfigError(f"--device-map {device_map} is for one process; leave it out, or --ray")
+        raise ConfigError(f"--device-map {device_map} does not work with --ray; leave one of them out")
     if skip_bad and ray:
-        raise ConfigError("--skip-bad is for one process; leave it out, or --ray")
+        raise ConfigError("--skip-bad does not work with --ray; leave one of them out")
     left_out = LeftOut() if skip_bad else None
     found = find_files(files, refuse=raise_error if left_out is None else left_out.add)
     if left_out is not None:
@@ -161,30 +160,30 @@ def adapt(
         documents = [] if ray else read_documents(found)
     text_retriever = open_retriever(retriever, retriever_folder)
     # An existing bank is opened before the model is loaded, so that its errors come at once. The folder of a new bank
-    # is created by its first commit, so that refused documents leave no empty folder behind.
+    # is created by its first commit, so that no empty folder is left if the documents are refused.
     opened = open_to_fill(bank, "--bank")
     if opened is not None and keep_texts and not opened.keep_texts:
         raise ConfigError(
-            f"{bank} was created without --keep-texts and holds no texts of its documents; leave the option out, or "
-            "make a new bank with it: by adapting to all documents again, or by mac-rag bank rebuild --keep-texts"
+            f"{bank} was created without --keep-texts and holds no texts; leave the option out, or make a new bank "
+            "with it: adapt to all documents again, or run mac-rag bank rebuild --keep-texts"
         )
     if opened is not None and secure_delete and not opened.secure_delete:
         raise ConfigError(
-            f"{bank} was created without --secure-delete; leave the option out, or make a new bank with it: by "
-            "adapting to all documents again, or by mac-rag bank rebuild --secure-delete"
+            f"{bank} was created without --secure-delete; leave the option out, or make a new bank with it: adapt to "
+            "all documents again, or run mac-rag bank rebuild --secure-delete"
         )
     if opened is not None and rows is not None and rows != (kept := opened.layout.dtype or "fp32"):
         raise ConfigError(
             f"{bank} keeps its rows as {kept}; leave --rows out, or make a new bank: mac-rag bank rebuild --rows {rows}"
         )
-    # With --ray, a GPU is for the actors.
+    # With --ray, the actors use the GPUs.
     model = model_for(model, opened, bank)
     loaded = load_model(model, opened, bank, device="cpu" if ray else None, device_map=device_map)
-    if opened is None:  # an empty bank is false, too
+    if opened is None:  # not `if not opened`: an empty bank is false, too
         opened = MemoryBank.create_on_commit(
             bank, loaded.fingerprint, keep_texts=keep_texts, secure_delete=secure_delete, rows=rows
         )
-        if rows == "pq":  # so that a model without codebooks is refused before it reads anything
+        if rows == "pq":  # refuses a model without codebooks before it encodes anything
             keep_rows_for(opened, loaded.aggregation)
     bound = None if max_entries is None else BoundConfig(maximum=max_entries, method=reduction)
     with opened:
@@ -219,16 +218,16 @@ def adapt(
 
 
 def _say_what_is_kept(bank: MemoryBank, folder: Path, documents: list[Document]) -> None:
-    """After an interrupt: tells how many of the documents the bank holds at its last commit."""
+    """After an interrupt: prints how many of the documents the bank's last commit holds."""
     from mac_rag.data.provenance import content_hash
     from mac_rag.errors import BankError, DocumentError
     from mac_rag.sync import is_held
 
     kept = 0
     for document in documents:
-        with suppress(BankError, DocumentError):  # those that were to be left out
+        with suppress(BankError, DocumentError):  # bad documents, which --skip-bad leaves out
             kept += is_held(bank.committed, document.id, content_hash(document))
-    done = f"{kept:,} of {len(documents):,} documents are in {folder}" if documents else "what is finished is kept"
+    done = f"{kept:,} of {len(documents):,} documents are in {folder}" if documents else "finished work is kept"
     say(f"interrupted: {done}; run the command again for the rest", err=True, fg="yellow")
 
 
@@ -247,7 +246,7 @@ def ask(
     as_of: Annotated[
         str | None,
         typer.Option(
-            help="A date, such as 2004-05-31: answer as if nothing later had been remembered.", show_default="all dates"
+            help="A date, such as 2004-05-31: answer without any document of a later date.", show_default="all dates"
         ),
     ] = None,
     min_confidence: Annotated[
@@ -258,7 +257,7 @@ def ask(
 ) -> None:
     """Answer a question from a bank. With --retriever, answer from the bank and retrieved documents.
 
-    Without --model, the model is the one that wrote the bank, if it is a shipped one or still in its folder.
+    Without --model, the model is the one that wrote the bank, if it is a shipped model or still in its folder.
     """
     import json
 
@@ -266,7 +265,7 @@ def ask(
     from mac_rag.memory.bank import MemoryBank
 
     if explain and as_json:
-        raise ConfigError("--json tells where the answer came from; leave --explain out")
+        raise ConfigError("--json already names the documents that the answer came from; leave --explain out")
     opened, text_retriever = MemoryBank.open(bank), open_retriever(retriever, retriever_folder)
     engine = MACEngine(load_model(model, opened, bank, device_map=device_map), opened, text_retriever, k=k)
     warn_of_disagreement(engine.bank, engine.retriever, retriever, retriever_folder)
@@ -291,7 +290,7 @@ def reconcile(
     ] = False,
     device_map: DeviceMapOption = None,
 ) -> None:
-    """Repair a bank that disagrees with its retriever, such as after a crash.
+    """Repair a bank that disagrees with its retriever, for example after a crash.
 
     Documents that only the retriever holds are added to the bank, and documents that only the bank holds are deleted
     from it.
@@ -310,16 +309,16 @@ def reconcile(
 
 
 class LeftOut:
-    """Collects the errors of what is left out."""
+    """Collects the errors of files, rows and documents that are left out."""
 
     def __init__(self) -> None:
         self._reasons: list[str] = []
-        self._places: dict[int, str] = {}  # file and row of each document, by its identity
-        self._documents: list[Document] = []  # which keeps the identities
+        self._places: dict[int, str] = {}  # id() of a document -> its file and row
+        self._documents: list[Document] = []  # keeps the documents alive, so that their id() stays theirs
         self._bad_documents = 0
 
     def read(self, files: Iterable[Path]) -> list[Document]:
-        """The documents of the files, without what is bad."""
+        """The good documents of the files."""
         from mac_rag.data.readers import read_good_documents
 
         for place, document in read_good_documents(files, self.add):
@@ -328,19 +327,19 @@ class LeftOut:
         return self._documents
 
     def add(self, error: MACError) -> None:
-        """Leaves out what an error says; it names file and row."""
+        """Notes a file or row that is left out, which the error names."""
         self._reasons.append(str(error))
 
     def add_document(self, document: Document, error: MACError) -> None:
-        """Leaves out a document that was read, and cannot be adapted."""
+        """Notes a document that was read but cannot be adapted."""
         self._bad_documents += 1
         self._reasons.append(f"{self._places[id(document)]}: {error}")
 
     def show(self) -> None:
-        """Lists it on standard error, at the end of the command.
+        """Lists everything that was left out on standard error, at the end of the command.
 
         Raises:
-            typer.Exit: with code 1, if nothing was good.
+            typer.Exit: with code 1, if there was no good document.
         """
         for reason in self._reasons:
             say(f"left out: {reason}", err=True, fg="yellow")

@@ -1,4 +1,4 @@
-"""Which model a command loads for a bank: the one that is named, or else the one that wrote the bank."""
+"""Loads the model for a bank: the one that the user names, or else the one that wrote the bank."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ def load_model(
     """Loads the model for a bank.
 
     Args:
-        name: the model; None for the one that wrote the bank, or for a new bank the default.
+        name: the model; None for the one that wrote the bank, or the default for a new bank.
         bank: the bank; None for a new one.
         place: its folder.
         device, device_map: as `MACModel.from_pretrained` takes them.
 
     Raises:
-        ConfigError: without a name, when the bank was written by a model that is not shipped and in no folder.
-        FingerprintError: when another model wrote the bank; names both.
+        ConfigError: without a name, if the model that wrote the bank is neither shipped nor in its folder.
+        FingerprintError: if another model wrote the bank; names both.
         ModelLoadError: see `MACModel.from_pretrained`.
     """
     from mac_rag.model import MACModel
@@ -60,7 +60,7 @@ def model_for(name: str | None, bank: MemoryBank | None, place: Path) -> str:
     writer = known_name(bank, place)
     if writer is None or shipped_name(bank.fingerprint):
         return writer or DEFAULT_MODEL
-    # The file with the name may be anybody's: nothing is fetched because of it, and no other machine is asked.
+    # Anybody may have written the file with the name, so it must not cause a download or a request to another machine.
     if Path(writer).is_absolute() and not writer.startswith(("//", "\\\\")) and Path(writer).is_dir():
         return writer
     raise ConfigError(
@@ -69,21 +69,21 @@ def model_for(name: str | None, bank: MemoryBank | None, place: Path) -> str:
 
 
 def known_name(bank: MemoryBank, place: Path) -> str | None:
-    """The name of the model that wrote a bank, for people; None where nobody has kept it."""
+    """The name of the model that wrote a bank, for people to read; None if no name was stored."""
     from mac_rag.memory.storage.model_name import read_model_name
 
     return shipped_name(bank.fingerprint) or read_model_name(place, bank.fingerprint)
 
 
 def keep_model_name(folder: Path, bank: MemoryBank, name: str) -> None:
-    """Writes the name of its model beside a bank that is on disk, unless the fingerprint tells it."""
+    """Stores the name of its model with a bank on disk, unless its fingerprint is that of a shipped model."""
     from mac_rag.memory.storage.model_name import write_model_name
 
     is_folder = Path(name).is_dir()
-    # A shipped name beside another fingerprint would lead to other weights.
+    # The name of a shipped model beside another fingerprint would lead to the wrong weights.
     if bank.folder is None or shipped_name(bank.fingerprint) or (not is_folder and name in FINGERPRINTS):
         return
-    with suppress(OSError):  # it is a help, and the bank is whole without
+    with suppress(OSError):  # the name is a convenience, and the bank is complete without it
         write_model_name(folder, bank.fingerprint, str(Path(name).resolve()) if is_folder else name)
 
 

@@ -1,4 +1,4 @@
-"""Options that several commands of `mac-rag` take, and the retriever that they name."""
+"""Options that several commands of `mac-rag` share, and the retrievers and banks that they name."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ DeviceMapOption = Annotated[
     str | None,
     typer.Option(
         "--device-map",
-        help="auto: for an LM larger than one GPU; its layers go to all GPUs, main memory and disk.",
+        help="auto: for an LM larger than one GPU; spreads its layers over all GPUs, main memory and disk.",
         show_default="one device",
     ),
 ]
@@ -54,8 +54,8 @@ RowsOption = Annotated[
     Literal["bf16", "int8", "pq", "fp32"] | None,
     typer.Option(
         "--rows",
-        help="Numbers in which a new bank keeps its memory tokens: int8 in half of the bytes of bf16, fp32 in twice; "
-        "pq in a seventh, as codes of the model's codebooks.",
+        help="How a new bank stores its memory tokens: int8 takes half the bytes of bf16, fp32 twice as many, pq "
+        "(codes of the model's codebooks) a seventh.",
         show_default="bf16",
     ),
 ]
@@ -74,23 +74,23 @@ def open_retriever(spec: str, folder: Path | None) -> Retriever | None:
     """The retriever that the options name; None for `none`.
 
     Raises:
-        ConfigError: when a folder is missing, or given for a retriever that takes none; and as `make_retriever`.
+        ConfigError: if a retriever needs a folder and gets none, or takes none and gets one; and as `make_retriever`.
     """
     from mac_rag.retrieval.registry import make_retriever, needs_folder
 
     if folder is None and needs_folder(spec):
-        raise ConfigError(f"{spec} needs a folder to be stored in; give one with --retriever-folder")
+        raise ConfigError(f"the retriever {spec} needs a folder to be stored in; give one with --retriever-folder")
     if folder is not None and not needs_folder(spec):
-        raise ConfigError(f"{spec} takes no folder; leave out --retriever-folder {folder}")
+        raise ConfigError(f"the retriever {spec} takes no folder; leave out --retriever-folder {folder}")
     return make_retriever(spec, folder=folder, progress=True)
 
 
 def open_to_fill(folder: Path, option: str) -> MemoryBank | None:
-    """The bank in a folder, opened for writing; None where there is none yet and one can be made.
+    """The bank in a folder, opened for writing; None if the folder has no bank yet and can hold one.
 
     Raises:
         BankError: for a bank that cannot be opened.
-        ConfigError: for a folder of other files; names the option.
+        ConfigError: for a folder that holds other files; names the option.
     """
     from mac_rag.memory.bank import MemoryBank
     from mac_rag.memory.storage.folder import is_vacant, local_folder
@@ -99,7 +99,7 @@ def open_to_fill(folder: Path, option: str) -> MemoryBank | None:
     if MemoryBank.exists(folder):
         return MemoryBank.open(folder, write=True)
     if not is_vacant(folder):
-        raise ConfigError(f"{folder} holds other files and no memory bank; choose a new or empty folder for {option}")
+        raise ConfigError(f"{folder} holds other files, not a memory bank; choose a new or empty folder for {option}")
     return None
 
 

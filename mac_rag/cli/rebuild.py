@@ -1,4 +1,4 @@
-"""A new bank from an old one, for another model or in other numbers: `mac-rag bank rebuild`."""
+"""`mac-rag bank rebuild`: makes a new bank from an old one, for another model or with another dtype of rows."""
 
 from __future__ import annotations
 
@@ -38,23 +38,25 @@ def rebuild(
     ] = False,
     secure_delete: Annotated[
         bool,
-        typer.Option("--secure-delete", help="Overwrite what the new bank deletes, even if the old one does not."),
+        typer.Option(
+            "--secure-delete", help="Make a new bank that overwrites deleted files, even if the old does not."
+        ),
     ] = False,
     rows: RowsOption = None,
     device_map: DeviceMapOption = None,
 ) -> None:
-    """Make a bank for another model, or in other numbers, from texts that the old bank or a retriever holds.
+    """Make a bank for another model, or with other --rows, from texts that the old bank or a retriever holds.
 
     The new bank gets the same documents in the same order, with their metadata. The old bank does not change, and can
-    be used meanwhile. Texts come from a bank that was created with --keep-texts, or from --retriever. A document whose
-    text is not found, in the version that the bank remembers, is listed, and an error before anything is written.
-    Documents that a bounded bank had averaged become entries of their own again.
+    be used meanwhile. Texts come from the old bank if it was created with --keep-texts, or from --retriever. If the
+    text of a document is not found in the version that the bank remembers, the command lists the document and ends
+    with an error before it writes anything. Documents that a bounded bank had averaged become separate entries again.
 
-    The new bank is saved every few hundred documents. If the command is interrupted, run it again; until it has ended,
-    the new bank holds the first documents only, and questions can be asked about these.
+    The new bank is saved every few hundred documents. If the command is interrupted, run it again. Until it is
+    complete, the new bank holds only the first documents, and can answer questions about these.
 
-    A LlamaIndex docstore or vector store does not give its texts out as a retriever. In Python,
-    MemoryWriter.from_index adapts a new bank to it.
+    A LlamaIndex docstore or vector store cannot serve as --retriever. In Python, MemoryWriter.from_index adapts a new
+    bank to it.
     """
     from mac_rag.engine import MACEngine
     from mac_rag.memory.bank import MemoryBank
@@ -63,7 +65,7 @@ def rebuild(
     from mac_rag.rebuilding import rebuild as make_anew
 
     if bank.resolve() in (into.resolve(), *into.resolve().parents):
-        raise ConfigError(f"{into} is the old bank's folder, or in it; choose a new folder for --into")
+        raise ConfigError(f"{into} is the old bank's folder or inside it; choose a new folder for --into")
     old = MemoryBank.open(bank)
     begun = open_to_fill(into, "--into")
     keep_texts = keep_texts or old.keep_texts
@@ -73,8 +75,8 @@ def rebuild(
     secure_delete = secure_delete or old.secure_delete
     if begun is not None and begun.secure_delete != secure_delete:
         raise ConfigError(
-            f"{into} was begun {'to overwrite' if begun.secure_delete else 'not to overwrite'} what it deletes; repeat "
-            "its command, or choose a new folder for --into"
+            f"{into} was begun {'with' if begun.secure_delete else 'without'} secure deletion; repeat its command, or "
+            "choose a new folder for --into"
         )
     if begun is not None and rows is not None and begun.layout.dtype != rows:
         raise ConfigError(
@@ -92,7 +94,7 @@ def rebuild(
         begun = MemoryBank.create_on_commit(
             into, loaded.fingerprint, keep_texts=keep_texts, secure_delete=secure_delete, rows=rows
         )
-        if rows == "pq":  # so that a model without codebooks is refused before it reads anything
+        if rows == "pq":  # refuses a model without codebooks before it encodes anything
             keep_rows_for(begun, loaded.aggregation)
     engine = MACEngine(loaded, begun)
     with engine.bank:
@@ -103,6 +105,6 @@ def rebuild(
     for document_id in report.skipped:
         say(f"skipped: {document_id}", err=True)
     say(
-        f"{report.adapted} adapted, {report.documents - report.adapted} were there, {len(report.skipped)} skipped; "
+        f"{report.adapted} adapted, {report.documents - report.adapted} already there, {len(report.skipped)} skipped; "
         f"{into} is complete and holds {report.documents} documents"
     )

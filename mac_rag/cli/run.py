@@ -1,4 +1,4 @@
-"""Starts every command of the project: typer parses it, and an error is one message instead of a traceback."""
+"""Runs every command of the project: typer parses it, and an error is one message instead of a traceback."""
 
 from __future__ import annotations
 
@@ -25,20 +25,20 @@ def run_app(app: typer.Typer) -> None:
     try:
         app()
     except MACError as error:
-        # Behind a line break, which may be in a file name, nothing looks like a message of its own.
+        # Indented, so that text after a line break, which a file name may hold, cannot pass for a separate message.
         say(f"error: {error}".replace("\n", "\n  "), lines=True, err=True, fg="red")
         raise SystemExit(1) from None
 
 
-_OBJECTS = 1_000_000  # about as many as PyTorch, transformers and a model make until the first question
-_usual: tuple[int, int, int] | None = None  # the thresholds outside of `rare_garbage_collection`
+_OBJECTS = 1_000_000  # about as many objects as PyTorch, transformers and a model make before the first question
+_usual: tuple[int, int, int] | None = None  # the thresholds before `rare_garbage_collection`
 
 
 @contextmanager
 def rare_garbage_collection() -> Iterator[None]:
-    """Lets Python look for garbage rarely, until `settle`.
+    """Makes Python collect garbage rarely, until `settle` is called.
 
-    Nearly all objects that imports and models make stay. Python looks through them again and again as they become more,
+    Nearly all objects that imports and models make stay. As their number grows, Python searches them again and again,
     which takes a quarter of the time to the first answer.
     """
     global _usual
@@ -52,7 +52,7 @@ def rare_garbage_collection() -> Iterator[None]:
 
 
 def settle() -> None:
-    """Ends the start: the objects that are there stay and are not looked through again, and new ones are as always."""
+    """Ends the start-up: excludes all present objects from garbage collection, and restores its usual thresholds."""
     if _usual is not None:
         gc.freeze()
         gc.set_threshold(*_usual)

@@ -1,7 +1,7 @@
 """`mac-rag serve`, `mac-rag mcp` and `mac-rag key`: banks for programs in any language, and the keys to them.
 
-Options come from one YAML file and from environment variables, too. The command line counts before the environment, the
-environment before the file, and the file before the defaults.
+Options also come from a YAML file and from environment variables. The command line overrides the environment, the
+environment overrides the file, and the file overrides the defaults.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from mac_rag.server.keys import KeyStore
     from mac_rag.server.service import Limits, Service
 
-# Of the environment variables that serve takes: MAC_RAG_SERVE_PORT and so on.
+# Prefix of the environment variables that serve takes: MAC_RAG_SERVE_PORT and so on.
 ENVIRONMENT = "MAC_RAG_SERVE"
 
 keys = typer.Typer(no_args_is_help=True, help="Make, list and remove the keys of a server.")
@@ -45,7 +45,7 @@ DataOption = Annotated[
 ]
 NameOption = Annotated[
     str | None,
-    typer.Option("--model-name", help="What the API calls the model.", show_default="its name, or that of its folder"),
+    typer.Option("--model-name", help="The API's name of the model.", show_default="its name, or that of its folder"),
 ]
 
 
@@ -58,12 +58,12 @@ def serve(
     model_name: NameOption = None,
     no_keys: Annotated[
         bool,
-        typer.Option("--no-keys", help="Let everybody who reaches the port do everything, also beyond this machine."),
+        typer.Option("--no-keys", help="Let everybody who reaches the port do everything, also from other machines."),
     ] = False,
-    pending: Annotated[int, typer.Option(min=1, help="Questions that wait or are answered at a time.")] = 64,
-    seconds: Annotated[float, typer.Option(min=0.1, help="The longest time for one question.")] = 60.0,
+    pending: Annotated[int, typer.Option(min=1, help="Most questions that wait or are answered at a time.")] = 64,
+    seconds: Annotated[float, typer.Option(min=0.1, help="Longest time for one question, in seconds.")] = 60.0,
     requests_per_minute: Annotated[
-        int, typer.Option(min=0, help="Requests a minute of one key; 0 for any number.")
+        int, typer.Option(min=0, help="Most requests a minute of one key; 0 for any number.")
     ] = 1_200,
     device_map: DeviceMapOption = None,
     ray: Annotated[
@@ -78,24 +78,25 @@ def serve(
         int | None,
         typer.Option(min=1, help="With --ray: processes that answer; new banks get as many shards.", show_default="2"),
     ] = None,
-    config: ConfigOption = None,  # noqa: ARG001, what is in it has become the other arguments
+    config: ConfigOption = None,  # noqa: ARG001, its values have become the defaults of the other arguments
     print_config: PrintConfigOption = False,
 ) -> None:
     """Serve banks over HTTP: an OpenAI-compatible API, a page at /, and MCP at /mcp.
 
     Without keys, the server listens on the loopback address only. Make keys with `mac-rag key add`. Ctrl-C or SIGTERM
-    ends it after what has begun; documents that were acknowledged are on the disk.
+    ends the server after it has finished running work; documents that were acknowledged are on the disk.
 
-    Every option can also come from the environment, as MAC_RAG_SERVE_PORT for --port, and from the file of --config.
+    Every option can also come from the environment, such as MAC_RAG_SERVE_PORT for --port, and from the file of
+    --config.
     """
     if print_config:
         say(written_settings(context), lines=True)
         return
     _check_installed("fastapi", "uvicorn", "prometheus_client", "mcp")
     if replicas is not None and not ray:
-        raise ConfigError(f"--replicas {replicas} is for --ray; add --ray, or leave it out")
+        raise ConfigError(f"--replicas {replicas} needs --ray; add --ray, or leave --replicas out")
     if device_map is not None and ray:
-        raise ConfigError(f"--device-map {device_map} is for one process; leave it out, or --ray")
+        raise ConfigError(f"--device-map {device_map} does not work with --ray; leave one of them out")
     from mac_rag.server.keys import KeyStore
     from mac_rag.server.service import KEYS, Limits
 
@@ -115,8 +116,8 @@ def serve(
 def mcp(data: DataOption, model: ModelOption = DEFAULT_MODEL, device_map: DeviceMapOption = None) -> None:
     """Give an agent on this machine tools: remember, ask, forget, list and search, by MCP on standard input and output.
 
-    It opens the banks of the folder itself, so no server may serve them meanwhile. A running server has the same tools
-    at /mcp, by MCP's streamable HTTP.
+    The command opens the banks of the folder itself, so no server may serve them meanwhile. A running server has the
+    same tools at /mcp, by MCP's streamable HTTP.
     """
     _check_installed("mcp", "prometheus_client")
     service = _service(data, model, None, None, device_map)
@@ -131,16 +132,18 @@ def add(
     data: DataOption,
     scope: Annotated[
         Literal["read", "write", "admin"],
-        typer.Option(help="read asks; write also changes documents; admin also makes and deletes banks."),
+        typer.Option(help="read: ask; write: also change documents; admin: also make and delete banks."),
     ] = "read",
     banks: Annotated[
         list[str] | None,
         typer.Option(
-            "--bank", help="Bank that exists for it; * stands for any characters. Repeat it.", show_default="all"
+            "--bank",
+            help="A bank that the key may see; * stands for any characters. Repeat it for several banks.",
+            show_default="all",
         ),
     ] = None,
 ) -> None:
-    """Make a key and print it. It is shown this once; the server keeps a hash of it."""
+    """Make a key and print it. It is shown only now; the server stores a hash of it."""
     say(_store(data).add(name, scope, banks or ["*"]))
 
 
@@ -156,7 +159,7 @@ def remove(
     name: Annotated[str, typer.Argument(help="Name of the key.")],
     data: DataOption,
 ) -> None:
-    """Remove a key. A running server refuses it from its next request on."""
+    """Remove a key. A running server refuses it from the next request on."""
     _store(data).remove(name)
     say(f"{name} is removed")
 
@@ -180,7 +183,7 @@ def _service(
     from mac_rag.server.service import BETWEEN_QUESTIONS, Service
 
     say("loading the model ...", err=True)
-    # With --ray, a GPU is for the replicas.
+    # With --ray, the replicas use the GPUs.
     loaded = load_model(model, None, data, device=None if replicas is None else "cpu", device_map=device_map)
     started = None
     if replicas is not None and limits is not None:
@@ -205,7 +208,7 @@ def _check_installed(*modules: str) -> None:
         raise ConfigError(f"the server needs {', '.join(missing)}: {sys.executable} -m pip install 'mac-rag[server]'")
 
 
-# What a value may be in YAML, by the type of the option.
+# Type of an option -> the types of its value in YAML, and a word for messages.
 _KINDS: Mapping[type, tuple[tuple[type, ...], str]] = {
     bool: ((bool,), "true or false"),
     int: ((int,), "a whole number"),
@@ -217,7 +220,7 @@ _SOURCES = {"COMMANDLINE": "command line", "ENVIRONMENT": "environment", "DEFAUL
 
 
 def _take_file(context: typer.Context, file: Path | None) -> Path | None:
-    """Makes a file's values the defaults of all options; runs before any of them is read."""
+    """Makes a file's values the defaults of all options. Typer calls it before it reads the other options."""
     _check_environment(context)
     if file is not None:
         context.default_map = _read(file, context)
@@ -228,7 +231,7 @@ ConfigOption = Annotated[
     Path | None,
     typer.Option(
         "--config",
-        help="YAML file of options, by their names with _ for -; the command line and the environment count before it.",
+        help="YAML file of options, with _ for - in their names; the command line and the environment override it.",
         callback=_take_file,
         is_eager=True,
         dir_okay=False,
@@ -239,7 +242,7 @@ PrintConfigOption = Annotated[
     bool,
     typer.Option(
         "--print-config",
-        help="Print all options as they would count, as such a file, and end.",
+        help="Print all options with their effective values, as such a file, and end.",
         allow_from_autoenv=False,
     ),
 ]
@@ -247,7 +250,7 @@ _NO_SETTINGS = ("config", "print_config", "help")
 
 
 def written_settings(context: typer.Context) -> str:
-    """All options as they count, as a YAML file that says where each is from."""
+    """The effective values of all options, as a YAML file that says where each value comes from."""
     from yaml import safe_dump
 
     lines = []
@@ -265,32 +268,32 @@ def _settings(context: typer.Context) -> list[str]:
 
 
 def _check_environment(context: typer.Context) -> None:
-    """Refuses variables that look like an option's and are none, and values that no option takes."""
+    """Refuses environment variables that have the prefix and name no option, and values that their option refuses."""
     prefix = f"{context.auto_envvar_prefix}_"
     known = {prefix + name.upper(): name for name in (*_settings(context), "config")}
-    given = sorted(name for name in os.environ if name.startswith(prefix) and os.environ[name])
-    unknown = [name for name in given if name not in known]
+    variables = sorted(name for name in os.environ if name.startswith(prefix) and os.environ[name])
+    unknown = [name for name in variables if name not in known]
     if unknown:
         raise ConfigError(
             f"the environment variable {unknown[0]} is no option of mac-rag {context.info_name}"
             f"{_near(unknown[0], known)}; mac-rag {context.info_name} --help lists them"
         )
-    for variable in given:
+    for variable in variables:
         if known[variable] != "config":
             _check_value(context, known[variable], os.environ[variable], variable)
 
 
 def _read(file: Path, context: typer.Context) -> dict[str, Any]:
-    """The values of a file, each checked as its option on the command line is.
+    """The values of a file, each checked like the option on the command line.
 
     Raises:
-        ConfigError: for a file that cannot be read, or is no mapping of options to values of their types.
+        ConfigError: for a file that cannot be read, or is not a mapping of options to values of their types.
     """
     from mac_rag.strict_yaml import read_yaml
 
     values = read_yaml(file)
     if not isinstance(values, dict):
-        raise ConfigError(f"{file} holds no options; write one a line, such as port: 8080")
+        raise ConfigError(f"{file} holds no options; write one per line, such as port: 8080")
     known = _settings(context)
     unknown = [str(key) for key in values if key not in known]
     if unknown:
@@ -306,7 +309,7 @@ def _read(file: Path, context: typer.Context) -> dict[str, Any]:
 
 
 def _check_value(context: typer.Context, name: str, value: Any, where: str) -> None:
-    """Refuses what the option would refuse on the command line."""
+    """Refuses a value that the option would refuse on the command line."""
     [option] = (option for option in context.command.get_params(context) if option.name == name)
     try:
         option.process_value(context, value)
@@ -315,13 +318,13 @@ def _check_value(context: typer.Context, name: str, value: Any, where: str) -> N
 
 
 def _check_type(value: Any, hint: Any, where: str) -> bool:
-    """Refuses a value of another type than an option's; returns False for null where that is the default."""
+    """Refuses a value that has not its option's type; returns False for null if that is the option's default."""
     choices = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
     if value is None and type(None) in choices:
         return False
     types, name = _KINDS[next(choice for choice in choices if choice is not type(None))]
     if not isinstance(value, types) or (isinstance(value, bool) and bool not in types):
-        raise ConfigError(f"{where} takes {name}, and not {value!r:.100}")
+        raise ConfigError(f"{where} takes {name}, not {value!r:.100}")
     return True
 
 

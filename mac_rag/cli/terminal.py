@@ -1,4 +1,4 @@
-"""What commands print. Nothing that a document, a file name or a message contains can control the terminal."""
+"""Output of commands. Nothing that a document, a file name or a message contains can control the terminal."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def say(text: object, *, lines: bool = False, err: bool = False, **style: Any) -
 
     Args:
         text: the text.
-        lines: True for a text of several lines, such as an answer: line breaks and tabs in it work.
+        lines: True for a text of several lines, such as an answer: line breaks and tabs in it are kept.
         err: True to print on standard error.
         style: as `typer.style` takes it.
     """
@@ -29,24 +29,25 @@ def say(text: object, *, lines: bool = False, err: bool = False, **style: Any) -
 
 
 def cell(text: object) -> Text:
-    """A cell of a table: the text as it is, without markup."""
+    """A cell of a table: the text as it is; markup in it has no effect."""
     from rich.text import Text
 
     return Text(printable(text))
 
 
 def show_table(table: Table, *, width: int | None = None) -> None:
-    """Prints a table of `cell`s; `width` is the number of columns, None for that of the terminal."""
+    """Prints a table of `cell`s. `width`: its width in characters; None for that of the terminal."""
     from rich.console import Console
 
     Console(width=width).print(table)
 
 
+# Most sources that commands show.
 SHOWN = 5
 
 
 def show_sources(sources: Sequence[Source], answer: str) -> None:
-    """Prints a table of sources. In the sentence of each, the words of the answer are bold and underlined."""
+    """Prints a table of sources. In the sentence of each source, the answer's words are bold and underlined."""
     from rich.table import Table
 
     from mac_rag.sources import source_record

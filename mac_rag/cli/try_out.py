@@ -1,4 +1,4 @@
-"""`mac-rag try`: answers typed questions by the LM alone, from memory, with BM25, and with both."""
+"""`mac-rag try`: answers each question four times: by the LM alone, from memory, with BM25, and with both."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from mac_rag.cli.terminal import say
 if TYPE_CHECKING:
     from mac_rag.engine import MACEngine
 
-# The lines that are used if nothing is typed.
+# The sample, for a call without `-`.
 SAMPLE = (
     "The company's office in Rotterdam was opened in March 2019 by Helen Park. It has 240 employees, most of whom "
     "write software for shipping.",

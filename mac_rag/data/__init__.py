@@ -39,15 +39,15 @@ def load_dataset(
         split: one of `SPLITS[name]`.
         path: folder of the data set's files, or file of this split; None for newswire and for `hub`. For `own` also
             `hub:OWNER/NAME`.
-        documents: maximum number of documents, the first ones of the stream with their questions; None for all.
-            newswire generates this many documents.
+        documents: most documents to load: the first ones of the stream with their questions; None for all. newswire
+            generates exactly so many documents.
         hub: True to download SQuAD from the Hugging Face Hub instead of reading a path; SQuAD only.
-        columns: only for `own`: field -> the column that holds it, where they differ; see `mac_rag.data.own.FIELDS`.
-        unanswered: True to read questions without answers, too, which only `own` may have.
+        columns: field -> the column that holds it, if their names differ; `own` only. See `mac_rag.data.own.FIELDS`.
+        unanswered: True to also read questions without answers, which only `own` may have.
 
     Raises:
-        ConfigError: for an unknown data set or split, fewer than one document, a missing path, or a path that the data
-            set does not take.
+        ConfigError: for an unknown data set or split, fewer than one document, a missing path, or an argument that the
+            data set does not take.
         DataError: for a file that is missing, malformed or empty.
 
     Examples:
@@ -63,9 +63,12 @@ def load_dataset(
     if documents is not None and documents < 1:
         raise ConfigError(f"documents must be at least 1, got {documents}")
     if hub and (name != "squad" or path is not None):
-        raise ConfigError("hub=True downloads SQuAD, and takes the place of a path")
+        raise ConfigError(
+            f"hub=True downloads SQuAD, got the data set {name} and the path {path}; load squad without a path, or "
+            "leave hub out"
+        )
     if columns and name != "own":
-        raise ConfigError(f"columns are for data of your own; the files of {name} have fixed names")
+        raise ConfigError(f"columns are for data of your own; the files of {name} have fixed names; leave columns out")
     if name == "newswire":
         if path is not None:
             raise ConfigError(
@@ -75,7 +78,7 @@ def load_dataset(
     if hub:
         dataset = squad.download_squad(split)
     elif path is None:
-        raise ConfigError(f"{name} needs the path of its files" + (", or hub=True" if name == "squad" else ""))
+        raise ConfigError(f"{name} needs the path of its files; give it" + (", or hub=True" if name == "squad" else ""))
     elif name == "squad":
         dataset = squad.read_squad(path, split)
     elif name == "streamingqa":
@@ -89,5 +92,5 @@ def load_dataset(
     else:
         dataset = archivalqa.read_archivalqa(path, split)
     if not dataset.questions:
-        raise DataError(f"the split {split!r} of {name} in {path} holds no question")
+        raise DataError(f"the split {split!r} of {name} in {path} holds no questions; choose another split or path")
     return dataset if documents is None else first_documents(dataset, documents)

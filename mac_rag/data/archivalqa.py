@@ -18,8 +18,8 @@ from mac_rag.errors import DataError
 
 SPLITS = ("train", "val", "test", "qa_lt", "qa_lt_val")
 
-# The published schema, with a column in front for the question's id and one at the end for the id of the document that
-# this one supersedes. Files without these two columns, or with further ones, are read as well.
+# The published schema, with two more columns: first the question's id, last the id of the document that this one
+# supersedes. Files without these two columns, or with further ones, can also be read.
 COLUMNS = (
     "id", "question", "answer", "para_id", "doc_id", "title", "date", "text", "para_num", "ans_paragraph", "ans_text",
     "year", "updates",
@@ -37,8 +37,8 @@ def read_archivalqa(path: str | Path, split: str) -> QADataset:
         split: one of `SPLITS`.
 
     Raises:
-        DataError: for a missing file or column, or a malformed row, named with its number and column; also for a
-            `para_id` of two different documents, or an `id` of two questions.
+        DataError: for a missing file or column, or a malformed row, named with its number and column; for a `para_id`
+            of two different documents, or an `id` of two questions.
     """
     documents: dict[str, Document] = {}
     questions: dict[str, Question] = {}
@@ -50,10 +50,12 @@ def read_archivalqa(path: str | Path, split: str) -> QADataset:
             metadata["updates"] = row.values["updates"]
         document = Document(row.filled("para_id"), row.filled("ans_paragraph"), metadata)
         if documents.setdefault(document.id, document) != document:
-            raise row.fault("para_id", f"{document.id!r} names a document of another text, title or date further up")
+            raise row.fault(
+                "para_id", f"{document.id!r} names a document with another text, title or date in an earlier row"
+            )
         question_id = row.values.get("id") or f"{split}-{row.number}"
         if question_id in questions:
-            raise row.fault("id", f"{question_id!r} is the id of another question further up")
+            raise row.fault("id", f"{question_id!r} is the id of another question in an earlier row")
         question, answer = row.filled("question").strip(), row.filled("answer").strip()
         questions[question_id] = Question(question_id, question, (answer,), document.id)
     return QADataset("archivalqa", split, tuple(documents.values()), tuple(questions.values()))
@@ -69,9 +71,9 @@ def write_archivalqa(dataset: QADataset, path: str | Path) -> None:
         path: the file.
 
     Raises:
-        DataError: for data that the schema cannot hold: a document without a question, documents in another order than
-            their questions, a question with several answers, a document without a date or with metadata other than
-            title, date and updates.
+        DataError: for data that the schema cannot hold: a document without a question, documents in a different order
+            from their questions, a question with several answers, a document without a date or with metadata other
+            than title, date and updates.
     """
     documents = {document.id: document for document in dataset.documents}
     order = list(dict.fromkeys(question.gold for question in dataset.questions))
@@ -80,7 +82,7 @@ def write_archivalqa(dataset: QADataset, path: str | Path) -> None:
         raise DataError(
             f"document {unused!r} has no question, and each row of the ArchivalQA schema is a question"
             if unused is not None
-            else "the documents must stand in the order in which the questions first ask about them"
+            else "the documents are not in the order in which the questions first ask about them; sort them so"
         )
     rows = (
         schema_row(question, documents[question.gold], [documents[question.gold].text])
@@ -107,14 +109,16 @@ def schema_row(question: Question, document: Document, paragraphs: Sequence[str]
     """
     if len(question.answers) != 1:
         raise DataError(
-            f"question {question.id!r} has {len(question.answers)} answers; the ArchivalQA schema holds one"
+            f"question {question.id!r} has {len(question.answers)} answers, but the ArchivalQA schema holds one"
         )
     foreign = sorted(set(document.metadata) - _METADATA)
     if foreign:
-        raise DataError(f"document {document.id!r} has metadata that the ArchivalQA schema cannot hold: {foreign}")
+        raise DataError(
+            f"document {document.id!r} has metadata that the ArchivalQA schema cannot hold: {foreign}; leave them out"
+        )
     title, date = document.metadata.get("title", ""), document.metadata.get("date", "")
     if not _is_date(date):
-        raise DataError(f"document {document.id!r} has no date such as 2004-01-31 in its metadata, but {date!r}")
+        raise DataError(f"document {document.id!r} has the date {date!r} in its metadata; give one such as 2004-01-31")
     article, number = split_paragraph_id(document.id) or (document.id, 0)
     return {
         "id": question.id,

@@ -1,7 +1,7 @@
-"""Which texts the library takes: any Unicode text with a visible character, as it comes. The one place that decides.
+"""Decides which texts the library takes: any Unicode text with a visible character, unchanged.
 
-Two characters are refused: half of a surrogate pair, which is no character and which no file in UTF-8 can hold, and
-NUL, which ends a text for command lines and for many databases. Everything else is kept exactly.
+Two characters are refused: half of a surrogate pair, which is not a character and which UTF-8 cannot encode, and NUL,
+which ends a text for command lines and for many databases. Everything else is kept exactly.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ _INVISIBLE = {"Cc", "Cf", "Zs", "Zl", "Zp"}  # controls, format characters, spac
 
 
 def fault_of(text: str) -> str | None:
-    """What is wrong with the characters of a text, and where; None if nothing is."""
+    """Describes the first invalid character of a text, its index, and the remedy; None if all are valid."""
     place = text.find("\0")
     if place >= 0:
         return f"the character at index {place} is NUL, which marks binary data; convert it to text, or remove it"
@@ -30,7 +30,7 @@ def fault_of(text: str) -> str | None:
 
 
 def is_blank(text: str) -> bool:
-    """True for a text without a visible character: nothing but spaces, controls and format characters."""
+    """True for a text without a visible character: only spaces, controls and format characters."""
     return all(unicodedata.category(character) in _INVISIBLE for character in text)
 
 
@@ -46,7 +46,7 @@ def check_characters(text: str) -> None:
 
 
 def check_text(text: object) -> None:
-    """Refuses anything but a text with at least one visible character.
+    """Refuses a value that is not a text with at least one visible character.
 
     Examples:
         >>> check_text("Der Dom zu Köln")
@@ -56,20 +56,20 @@ def check_text(text: object) -> None:
         mac_rag.errors.DocumentError: the character at index 0 is NUL, which marks binary data; ...
 
     Raises:
-        DocumentError: says what is wrong with it.
+        DocumentError: for any other value.
     """
     if not isinstance(text, str):
         raise DocumentError(f"expected a text, got {type(text).__name__}: {text!r:.80}")
     check_characters(text)
     if is_blank(text):
-        raise DocumentError(f"a text must not be empty, got {shown(text)}")
+        raise DocumentError(f"a text must not be empty, got {shown(text)}; give one with a visible character")
 
 
 def shown(text: str, most: int = 60) -> str:
-    """A text in an error message: quoted, escaped, and at most its beginning."""
+    """A text for an error message: quoted, escaped, and cut after `most` characters."""
     return repr(text) if len(text) <= most else f"{text[:most]!r}..."
 
 
 def shown_id(document_id: str) -> str:
-    """A document's id in an error message; all of it, if it is no longer than a long path."""
+    """A document's id for an error message, cut after 500 characters, the length of a long path."""
     return shown(document_id, 500)

@@ -1,7 +1,7 @@
-"""Texts of HTML, PDF and DOCX files. A process of its own reads them, within bounds of size, time and memory.
+"""Texts of HTML, PDF and DOCX files, read in a separate process within bounds of size, time and memory.
 
-These formats are complicated, and a stranger's file may be made to exploit that. So a file can slow, fill or crash only
-that process, which runs nothing that a file holds, and follows no reference out of a file.
+These formats are complicated, and a stranger may have made a file to exploit that. A file can slow, fill or crash only
+that process, which runs no code that a file holds, and follows no reference out of a file.
 """
 
 from __future__ import annotations
@@ -28,24 +28,24 @@ from mac_rag.errors import DataError
 from mac_rag.untrusted_files import DOCUMENT, METADATA_DEPTH, MalformedError, open_file, parse_json
 
 SUFFIXES = (".html", ".htm", ".xhtml", ".pdf", ".docx")
-SECONDS = 120.0  # for one file
-# A line of JSON in ASCII: six bytes for a character that is not.
+_SECONDS = 120.0  # most time for one file
+# Most bytes of an answer, which is a line of JSON in ASCII: up to six bytes for each character.
 _LONGEST_LINE = 6 * DOCUMENT + (1 << 20)
-# Bytes of a file, whose pictures may be most of it.
+# Most bytes of a file, most of which may be pictures.
 LARGEST_FILE = 256 << 20
-_MEMORY = 4 << 30  # bytes of address space, of which the libraries' own take some
-# Of the text of every format.
+_MEMORY = 4 << 30  # bytes of address space; the libraries take some of it
+# The text, of all formats.
 _LONGEST_TITLE = 1_000  # characters
 _NO_CHARACTER = re.compile(r"[\x00\ud800-\udfff]")
 _SPACES = re.compile(r"[ \u00a0]+")
 _AROUND_BREAK = re.compile(r"[ \t]*\n[ \t]*")
 _BLANK_LINES = re.compile(r"\n{3,}")
-# Of PDF.
+# PDF.
 _MOST_PAGES = 10_000
-# Of DOCX.
-_LARGEST_PART = 4 * DOCUMENT  # bytes; most of them are marks
+# DOCX.
+_LARGEST_PART = 4 * DOCUMENT  # bytes, most of which are markup
 _MOST_PARTS = 10_000
-_OLE = b"\xd0\xcf\x11\xe0\xa1\xb1\x1a\xe1"  # how encrypted files begin, and those of the format .doc
+_OLE = b"\xd0\xcf\x11\xe0\xa1\xb1\x1a\xe1"  # the beginning of encrypted files, and of files in the format .doc
 _WORD = {
     "http://schemas.openxmlformats.org/wordprocessingml/2006/main",
     "http://purl.oclc.org/ooxml/wordprocessingml/main",  # the strict variant
@@ -53,7 +53,7 @@ _WORD = {
 _COMPATIBILITY = "http://schemas.openxmlformats.org/markup-compatibility/2006"
 _TITLE = "http://purl.org/dc/elements/1.1/ title"
 _OFFICE_DOCUMENT, _CORE = "/officeDocument", "/core-properties"
-# Of HTML.
+# HTML.
 _HIDDEN = {"script", "style", "template", "noscript", "svg", "math", "iframe", "object"}
 _BLOCKS = set(
     "address article aside blockquote body br caption center dd details dialog dir div dl dt fieldset figcaption "
@@ -64,7 +64,7 @@ _SPACED = {"p", "h1", "h2", "h3", "h4", "h5", "h6", "blockquote", "table", "ul",
 _CELLS = {"td", "th"}
 _CHARSET = re.compile(rb"""<meta[^>]{0,200}?charset\s*=\s*["']?\s*([A-Za-z0-9_:.-]{1,40})""", re.IGNORECASE)
 _XML_ENCODING = re.compile(rb"""^\s*<\?xml[^>]{0,200}?encoding\s*=\s*["']([A-Za-z0-9_:.-]{1,40})""")
-# The encodings of the web; Python has others, some of which are no encodings of texts.
+# The encodings of the web. Python has others, some of which do not encode texts.
 _ENCODINGS = re.compile(
     r"utf-?8|us-ascii|ascii|windows-(125[0-8]|874)|cp125[0-8]|iso-?8859-?(1?\d)|latin-?[1-9]|koi8-[ru]|macintosh|"
     r"shift[_-]jis|sjis|euc-(jp|kr)|iso-2022-jp|gbk?|gb2312|gb18030|big5(-hkscs)?|utf-16(le|be)?",
@@ -77,8 +77,8 @@ class Converted(NamedTuple):
     """The text of a file.
 
     Attributes:
-        text: the text; paragraphs are lines.
-        title: what the file calls itself; None if it does not.
+        text: the text, with one line for each paragraph.
+        title: the title that the file gives; None if it gives none.
     """
 
     text: str
@@ -86,34 +86,31 @@ class Converted(NamedTuple):
 
 
 def is_converted(path: Path) -> bool:
-    """True for a file whose name says that it has to be converted."""
+    """True for a file that must be converted, by the ending of its name."""
     return path.suffix.lower() in SUFFIXES
 
 
-def convert(path: Path, *, seconds: float = SECONDS) -> Converted:
-    """The text of an HTML, PDF or DOCX file, by its name's ending.
-
-    Args:
-        path: the file.
-        seconds: after that time, the file is refused.
+def convert(path: Path) -> Converted:
+    """Reads the text of an HTML, PDF or DOCX file. The ending of its name tells the format.
 
     Raises:
-        DataError: when what reads the format is not installed; for a file that is missing, malformed, encrypted, or
-            without text, or that takes more time, memory or space than one document may; names the file and the remedy.
+        DataError: if the package that reads the format is not installed; for a file that is missing, malformed,
+            encrypted, or without text, or that takes more time, memory or space than one document may. Names the file
+            and the remedy.
     """
-    answer = _WORKER.ask(path, seconds)
+    answer = _WORKER.ask(path, _SECONDS)
     if "error" in answer:
         raise DataError(f"{path} {answer['error']}")
     return Converted(answer["text"], answer["title"])
 
 
 class _Worker:
-    """The process. It starts with the first file, goes on with further ones, and ends with this one."""
+    """The process that converts files. It starts with the first file, is reused, and ends with the parent process."""
 
     def __init__(self) -> None:
         self._lock = Lock()
         self._process: subprocess.Popen[bytes] | None = None
-        self._owner = 0  # a fork does not talk to its parent's process
+        self._owner = 0  # id of the process that started it; a fork must not use its parent's
 
     def ask(self, path: Path, seconds: float) -> dict[str, Any]:
         with self._lock:
@@ -140,21 +137,21 @@ class _Worker:
                 line = b""
             finally:
                 timer.cancel()
-                if not answered:  # an interrupt, too: its answer must not be taken for that of the next file
+                if not answered:  # also after an interrupt: this answer must not be taken for that of the next file
                     self._end()
         if answered:
             try:
                 answer: dict[str, Any] = parse_json(line, depth=METADATA_DEPTH)
             except MalformedError as error:
-                raise DataError(f"{path} cannot be converted: {error}") from None
+                raise DataError(f"{path} cannot be converted: {error}; convert it to text by other means") from None
             return answer
         if late:
             return {"error": f"takes more than {seconds:g} s to convert; convert it to text by other means"}
-        return {"error": "cannot be converted: what reads it has crashed; convert it to text by other means"}
+        return {"error": "cannot be converted: its reader has crashed; convert it to text by other means"}
 
     def _running(self) -> subprocess.Popen[bytes]:
         if self._process is None or self._owner != os.getpid() or self._process.poll() is not None:
-            # -P: no module is imported from the working directory, which may be full of somebody's files.
+            # -P: imports no module from the working directory, which may hold somebody else's files.
             paths = [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")]
             self._process = subprocess.Popen(
                 [sys.executable, "-P", "-c", "from mac_rag.data.conversion import main; main()"],
@@ -162,7 +159,7 @@ class _Worker:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,
-                start_new_session=True,  # Ctrl-C is for the command, which ends this
+                start_new_session=True,  # Ctrl-C goes to the command only, which ends this process
             )
             self._owner = os.getpid()
         return self._process
@@ -188,8 +185,8 @@ def converted(path: Path) -> dict[str, object]:
         with open_file(path, follow=True) as file:
             if os.fstat(file.fileno()).st_size > LARGEST_FILE:
                 raise UnreadableError(f"has more than {LARGEST_FILE:,} bytes; split it into files")
-            read = {".pdf": read_pdf, ".docx": read_docx}.get(path.suffix.lower(), read_html)
-            text, title = read(file)
+            reader = {".pdf": read_pdf, ".docx": read_docx}.get(path.suffix.lower(), read_html)
+            text, title = reader(file)
         text = cleaned(text)
         if len(text.encode()) > DOCUMENT:
             raise UnreadableError(f"has a text of more than {DOCUMENT:,} bytes, the most of one document; split it")
@@ -199,18 +196,18 @@ def converted(path: Path) -> dict[str, object]:
     except MalformedError as error:
         return {"error": f"cannot be read: {error}; give a file"}
     except OSError as error:
-        return {"error": f"cannot be read: {error.strerror or error}"}
+        return {"error": f"cannot be read: {error.strerror or error}; give a file that exists and is readable"}
     except MemoryError:
         return {"error": "takes too much memory to convert; convert it to text by other means"}
 
 
 def main() -> None:
-    """The process that converts files: a line of JSON in, `{"path": ...}`, and one out, with the text or an error.
+    """The process that converts files: reads lines of JSON, `{"path": ...}`, and answers each with a text or an error.
 
-    It ends when its standard input does.
+    It ends when its standard input ends.
     """
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
-    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # whatever libraries print is no answer
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # output of libraries must not be taken for an answer
     logging.disable()
     _bound_memory()
     for line in sys.stdin.buffer:
@@ -224,16 +221,16 @@ def _bound_memory() -> None:
         import resource
 
         resource.setrlimit(resource.RLIMIT_AS, (_MEMORY, _MEMORY))
-    except (ImportError, OSError, ValueError):  # not every system has it; the bounds of size and time stay
+    except (ImportError, OSError, ValueError):  # not every system has it; bounds of size and time still hold
         pass
 
 
 class UnreadableError(ValueError):
-    """A file that has no text for us; the message goes on behind the file's name."""
+    """A file whose text cannot be read; the message continues the file's name."""
 
 
 def cleaned(text: str) -> str:
-    r"""A text without the spaces and empty lines of a layout, and with U+FFFD for what is no character.
+    r"""A text without superfluous spaces and blank lines, and with U+FFFD in place of invalid characters.
 
     Examples:
         >>> cleaned("  Harbours \r\n\n\n\n of   Lund\x00 ")
@@ -244,18 +241,18 @@ def cleaned(text: str) -> str:
 
 
 def one_line(text: str) -> str:
-    """A title, in one line of bounded length."""
+    """A title as one line of bounded length."""
     return " ".join(_NO_CHARACTER.sub("�", text).split())[:_LONGEST_TITLE]
 
 
 def read_pdf(file: BinaryIO) -> tuple[str, str | None]:
-    """The text of a PDF, page by page, as its fonts say it, and the title in its properties.
+    """Reads the text of a PDF, page by page, and the title in its properties.
 
-    Nothing is recognized in pictures.
+    The characters come from the PDF's fonts; text in pictures is not recognized.
 
     Raises:
-        UnreadableError: when pypdf is missing; for a file that is no PDF, encrypted, damaged, longer than is read, or
-            without text.
+        UnreadableError: if pypdf is missing; for a file that is not a PDF, encrypted, damaged, too long, or without
+            text.
     """
     try:
         from pypdf import PdfReader
@@ -264,11 +261,11 @@ def read_pdf(file: BinaryIO) -> tuple[str, str | None]:
         raise UnreadableError("is PDF, which needs pypdf: pip install 'mac-rag[files]'") from None
     try:
         reader = PdfReader(file, strict=False)
-        if reader.is_encrypted and not reader.decrypt(""):  # many have a password for changes only
+        if reader.is_encrypted and not reader.decrypt(""):  # many files have a password only for changes
             raise FileNotDecryptedError("encrypted")
         count = len(reader.pages)
         if count > _MOST_PAGES:
-            raise UnreadableError(f"has {count:,} pages, and {_MOST_PAGES:,} are the most that are read; split it")
+            raise UnreadableError(f"has {count:,} pages, and {_MOST_PAGES:,} are the most; split it")
         pages, size = [], 0
         for page in reader.pages:
             pages.append(page.extract_text())
@@ -276,28 +273,28 @@ def read_pdf(file: BinaryIO) -> tuple[str, str | None]:
             if size > DOCUMENT:
                 raise UnreadableError(f"has a text of more than {DOCUMENT:,} bytes, the most of one document; split it")
         title = None if reader.metadata is None else reader.metadata.title
-    except (FileNotDecryptedError, DependencyError):  # DependencyError where a cipher is not installed
-        raise UnreadableError("is encrypted; save it without a password, as by qpdf --decrypt IN OUT") from None
+    except (FileNotDecryptedError, DependencyError):  # DependencyError if a cipher is not installed
+        raise UnreadableError("is encrypted; save it without a password: qpdf --decrypt IN OUT") from None
     except (UnreadableError, MemoryError):
         raise
-    except Exception as error:  # of a malformed file, pypdf raises errors of many classes
+    except Exception as error:  # pypdf raises errors of many classes for malformed files
         raise UnreadableError(
-            f"is no PDF, or damaged ({type(error).__name__}: {error!s:.200}); save it again, or as text"
+            f"is not a PDF, or damaged ({type(error).__name__}: {error!s:.200}); save it again, or as text"
         ) from None
     text = "\n\n".join(pages)
     if not text.strip():
-        raise UnreadableError("has no text, as a scan; let a program recognize it first, as ocrmypdf IN OUT does")
+        raise UnreadableError("has no text, like a scan; recognize its text first: ocrmypdf IN OUT")
     return text, title if isinstance(title, str) else None
 
 
 def read_docx(file: BinaryIO) -> tuple[str, str | None]:
-    """The text of a Word file, its paragraphs and tables in order, and the title in its properties.
+    """Reads the text of a Word file, its paragraphs and tables in order, and the title in its properties.
 
     Footnotes, headers, comments and deletions are left out. A DOCX is a zip of XML. A part is unpacked up to a bound,
-    whatever the zip says about its size. XML with a DTD, which alone can have entities, is refused.
+    whatever size the zip claims. XML with a DTD is refused, because a DTD can define entities.
 
     Raises:
-        UnreadableError: for a file that is no DOCX, encrypted, damaged, larger than is read, or without text.
+        UnreadableError: for a file that is not a DOCX, encrypted, damaged, too large, or without text.
     """
     start = file.read(len(_OLE))
     file.seek(0)
@@ -306,7 +303,7 @@ def read_docx(file: BinaryIO) -> tuple[str, str | None]:
     try:
         with ZipFile(file) as archive:
             if len(archive.infolist()) > _MOST_PARTS:
-                raise UnreadableError(f"has more than {_MOST_PARTS:,} parts, which no Word file has")
+                raise UnreadableError(f"has more than {_MOST_PARTS:,} parts, which no Word file has; save it again")
             places = _Places()
             _parse(_part(archive, "_rels/.rels"), places)
             text = _Text()
@@ -315,15 +312,15 @@ def read_docx(file: BinaryIO) -> tuple[str, str | None]:
             if _CORE in places.found:
                 _parse(_part(archive, places.found[_CORE]), title)
     except KeyError as error:
-        raise UnreadableError(f"is no Word file: {error.args[0]}") from None
+        raise UnreadableError(f"is not a Word file: {error.args[0]}; save it again, or as text") from None
     except (BadZipFile, zlib.error, EOFError, RuntimeError, NotImplementedError, ValueError) as error:
         if isinstance(error, UnreadableError):
             raise
-        raise UnreadableError(f"is no Word file, or damaged: {error}; save it again, or as text") from None
-    found = "".join(text.pieces)
-    if not found.strip():
-        raise UnreadableError("has no text; pictures of texts have to be converted to text first")
-    return found, "".join(title.pieces)
+        raise UnreadableError(f"is not a Word file, or damaged: {error}; save it again, or as text") from None
+    content = "".join(text.pieces)
+    if not content.strip():
+        raise UnreadableError("has no text; if it has pictures of texts, recognize them first")
+    return content, "".join(title.pieces)
 
 
 def _part(archive: ZipFile, name: str) -> bytes:
@@ -335,21 +332,21 @@ def _part(archive: ZipFile, name: str) -> bytes:
 
 
 class _Handler:
-    """Takes the elements of a part; their names are `NAMESPACE NAME`."""
+    """Receives the XML elements of a part; their names are `NAMESPACE NAME`."""
 
     def start(self, name: str, attributes: dict[str, str]) -> None:
-        """Takes the start of an element."""
+        """Receives the start of an element."""
 
     def end(self, name: str) -> None:
-        """Takes its end."""
+        """Receives the end of an element."""
 
     def characters(self, data: str) -> None:
-        """Takes characters."""
+        """Receives characters."""
 
 
 def _parse(data: bytes, handler: _Handler) -> None:
     def refuse(*_: object) -> None:
-        raise UnreadableError("has XML with a DTD, which no Word file has")
+        raise UnreadableError("has XML with a DTD, which no Word file has; save it again, or as text")
 
     parser = expat.ParserCreate(namespace_separator=" ")
     parser.StartDoctypeDeclHandler = refuse
@@ -364,7 +361,7 @@ def _parse(data: bytes, handler: _Handler) -> None:
 
 
 class _Places(_Handler):
-    """The parts that the file's relationships name, by the ends of their types."""
+    """The parts that the file's relationships name, by the endings of their types."""
 
     def __init__(self) -> None:
         self.found: dict[str, str] = {}
@@ -393,17 +390,17 @@ class _Title(_Handler):
 
 
 class _Text(_Handler):
-    """The texts of runs, with a line for each paragraph, and tabs between the cells of a row."""
+    """The texts of runs, with one line for each paragraph, and tabs between the cells of a row."""
 
     def __init__(self) -> None:
         self.pieces: list[str] = []
         self._above: list[str] = []
-        self._skipped = 0  # how deep in what is left out
+        self._skipped = 0  # depth inside an element that is left out
         self._tables = 0
 
     def start(self, name: str, attributes: dict[str, str]) -> None:
         tag = _tag(name)
-        # What has been moved away, and what older programs show in place of something.
+        # Text that has been moved away, and the substitutes for programs that lack a feature.
         if self._skipped or tag in ("moveFrom", "Fallback"):
             self._skipped += 1
             return
@@ -431,16 +428,16 @@ class _Text(_Handler):
 
 
 def _tag(name: str) -> str:
-    """The name of an element of Word, or of a choice among elements; an empty text for others."""
+    """The name of an element of Word, or `Fallback`; an empty text for other elements."""
     namespace, _, tag = name.rpartition(" ")
     return tag if namespace in _WORD or (namespace == _COMPATIBILITY and tag == "Fallback") else ""
 
 
 def read_html(file: BinaryIO) -> tuple[str, str | None]:
-    """The text of a page, as a browser without scripts and styles would show it, a line for each block, and its title.
+    """Reads the text of a page, as a browser without scripts and styles shows it, with a line per block; and its title.
 
     Raises:
-        UnreadableError: for a page that is too long, in an encoding that is not known, or without text.
+        UnreadableError: for a page that is too long, in an unknown encoding, or without text.
     """
     data = file.read(DOCUMENT + 1)
     if len(data) > DOCUMENT:
@@ -450,7 +447,7 @@ def read_html(file: BinaryIO) -> tuple[str, str | None]:
     parser.close()
     text = "".join(parser.pieces)
     if not text.strip():
-        raise UnreadableError("has no text; a page that a script fills has to be saved from a browser")
+        raise UnreadableError("has no text; if a script fills the page, save it from a browser")
     return text, "".join(parser.title)
 
 
@@ -460,8 +457,8 @@ def _page(data: bytes) -> str:
         named = _XML_ENCODING.search(data[:1024]) or _CHARSET.search(data[:4096])
         encoding = named[1].decode() if named else "utf-8"
         if not _ENCODINGS.fullmatch(encoding):
-            raise UnreadableError(f"is in the encoding {encoding!r}, which is not read; save it in UTF-8")
-        # As browsers do: pages that call themselves so are in Windows' encoding, and a page in UTF-16 has a mark.
+            raise UnreadableError(f"is in the encoding {encoding!r}, which is not supported; save it in UTF-8")
+        # As browsers do: iso-8859-1 means windows-1252, and a page in UTF-16 would have a byte order mark.
         encoding = {"iso-8859-1": "windows-1252", "latin1": "windows-1252"}.get(encoding.lower(), encoding)
         encoding = "utf-8" if encoding.lower().startswith("utf-16") else encoding
     try:
@@ -472,7 +469,7 @@ def _page(data: bytes) -> str:
 
 
 class _TextParser(HTMLParser):
-    """Collects texts and line breaks. Nesting costs no stack."""
+    """Collects texts and line breaks, without recursion, so that deep nesting is harmless."""
 
     def __init__(self) -> None:
         super().__init__(convert_charrefs=True)
@@ -480,8 +477,8 @@ class _TextParser(HTMLParser):
         self.title: list[str] = []
         self._in_title = False
         self._titled = False
-        self._hidden: str | None = None  # the element that is left out, and how deep it is nested in itself
-        self._depth = 0
+        self._hidden: str | None = None  # name of the element that is being left out
+        self._depth = 0  # how deep it is nested in elements of its own name
         self._preformatted = 0
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
@@ -496,7 +493,7 @@ class _TextParser(HTMLParser):
             self._break(tag)
 
     def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        # In HTML, the stroke of <script/> says nothing; in XHTML, which we cannot tell apart, it says that all is over.
+        # In HTML, the slash of <script/> has no meaning; in XHTML, which looks the same, it ends the element.
         if self._hidden is None and tag not in _HIDDEN and tag != "title":
             self._break(tag)
 

@@ -1,4 +1,4 @@
-"""Dates of documents and of questions: read from what people write, kept as microseconds since 1970 in UTC."""
+"""Dates of documents and questions: read in the forms that people write, kept as microseconds since 1970 in UTC."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from dateutil.parser import isoparse, parse
 
 from mac_rag.errors import DataError
 
-ALWAYS: Final = -(1 << 63)  # the moment of what has no date: before all others
+ALWAYS: Final = -(1 << 63)  # the moment of a document without a date: before all others
 LAST: Final = (1 << 63) - 1  # the moment after all others
 REMEDY = "write it in ISO 8601, such as 2004-05-31 or 2004-05-31T18:30:00+02:00"
 
@@ -23,24 +23,24 @@ _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 _MICROSECOND = timedelta(microseconds=1)
 _YEAR_MONTH = re.compile(r"\d{6}")
 _NAMED_YEAR = re.compile(r"(?<![\w.,$£€-])(?:1\d{3}|20\d{2})(?![\w-]|[.,]\d)")  # in a question, not part of a number
-_YEAR = re.compile(r"(?<!\d)\d{4}(?!\d)")  # one of two digits is of this century or of another
-# What is not written is taken from these. Where the two differ, so does what is read.
+_YEAR = re.compile(r"(?<!\d)\d{4}(?!\d)")  # four digits, because two digits do not tell the century
+# The parser takes missing fields from a default date. Parsing with two defaults shows which fields are missing.
 _FIRST, _SECOND = datetime(1, 1, 1), datetime(2, 2, 2)
 
 
 def read_date(value: Any) -> datetime:
-    """The moment that a date stands for, in UTC.
+    """Reads a date as a moment in UTC.
 
-    ISO 8601 is tried first: a day, a moment, a week. Then dates with the month as a word, as in `31 May 2004` and in
-    mails, and others that can be read in one way only. A bare year or month is its first moment, as a day is; without a
-    time zone it is UTC.
+    ISO 8601 is tried first: a day, a moment, a week. Then dates with the month as a word, such as `31 May 2004` and
+    those in mails, and others that can be read in only one way. A year, a month or a day stands for its first moment. A
+    date without a time zone is in UTC.
 
     Args:
         value: a text, a year from 1000 to 9999 as a number, or a date or datetime of Python.
 
     Raises:
-        DataError: for what is no date, for one that can be read in two ways, as 03/04/2004, for one without a year, and
-            for a time zone that is a name of several; names the value and the remedy.
+        DataError: for a value that is not a date, that can be read in two ways, such as 03/04/2004, that has no year,
+            or whose time zone has a name of several zones; names the value and the remedy.
 
     Examples:
         >>> read_date("2004-05").isoformat()
@@ -49,17 +49,17 @@ def read_date(value: Any) -> datetime:
         '2004-05-31T16:30:00+00:00'
     """
     if isinstance(value, datetime):
-        found = value
+        moment = value
     elif isinstance(value, date):
-        found = datetime(value.year, value.month, value.day)
+        moment = datetime(value.year, value.month, value.day)
     elif type(value) is int and 1000 <= value <= 9999:
-        found = datetime(value, 1, 1)
+        moment = datetime(value, 1, 1)
     elif isinstance(value, str) and value.strip():
-        found = _read(value.strip())
+        moment = _read(value.strip())
     else:
         raise DataError(f"{value!r:.80} is no date; {REMEDY}")
     try:
-        return found.replace(tzinfo=UTC) if found.tzinfo is None else found.astimezone(UTC)
+        return moment.replace(tzinfo=UTC) if moment.tzinfo is None else moment.astimezone(UTC)
     except OverflowError:
         raise DataError(f"{value!r:.80} is before the year 1 or after 9999 in UTC; {REMEDY}") from None
 
@@ -98,15 +98,15 @@ def named_in(question: str) -> int | None:
 
 
 def written(moment: int) -> str:
-    """A moment of `moment_of` in ISO 8601; a day alone where it is the beginning of one.
+    """Writes a moment, as `moment_of` returns it, in ISO 8601; only the day if it is the beginning of one.
 
     Examples:
         >>> written(moment_of("2004-05"))
         '2004-05-01'
     """
-    found = _EPOCH + moment * _MICROSECOND
-    is_day = not (found.hour or found.minute or found.second or found.microsecond)
-    return found.date().isoformat() if is_day else found.isoformat()
+    time = _EPOCH + moment * _MICROSECOND
+    is_day = not (time.hour or time.minute or time.second or time.microsecond)
+    return time.date().isoformat() if is_day else time.isoformat()
 
 
 def date_in(metadata: Mapping[str, Any]) -> datetime | None:
@@ -123,25 +123,25 @@ def superseded_in(metadata: Mapping[str, Any]) -> tuple[str, ...]:
     """The ids in `supersedes` of a document's metadata, each once.
 
     Raises:
-        DataError: for anything but an id or a list of ids.
+        DataError: if it is neither an id nor a list of ids.
     """
     value = metadata.get("supersedes")
     names = [] if value is None else [value] if isinstance(value, str) else value
     if not isinstance(names, list | tuple) or not all(isinstance(name, str) and name.strip() for name in names):
-        raise DataError(f"supersedes names documents by an id or a list of ids, got {value!r:.80}")
+        raise DataError(f"supersedes is {value!r:.80}; give an id of a document, or a list of ids")
     return tuple(dict.fromkeys(names))
 
 
 def _read(text: str) -> datetime:
     if _YEAR_MONTH.fullmatch(text):
-        raise DataError(f"the date {text!r} can be a month or a day of 20..; {REMEDY}")
+        raise DataError(f"the date {text!r} can be a month, or a day of this century; {REMEDY}")
     try:
         return isoparse(text)
     except ValueError:
         pass
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("error")  # of time zones that are not understood
+            warnings.simplefilter("error")  # the parser warns of unknown time zones
             readings = {
                 parse(text, default=_FIRST, dayfirst=day_first, yearfirst=year_first, tzinfos=_zone)
                 for day_first in (False, True)
@@ -153,14 +153,14 @@ def _read(text: str) -> datetime:
         raise DataError(f"{text!r:.80} is no date that can be read{detail}; {REMEDY}") from None
     if len(readings) > 1:
         raise DataError(f"the date {text!r:.80} can be read in several ways; {REMEDY}")
-    [found] = readings
-    if (other.year, other.month) != (found.year, found.month) or not _YEAR.search(text):
-        raise DataError(f"the date {text!r:.80} lacks its year, of four digits, or its month; {REMEDY}")
-    return found
+    [reading] = readings
+    if (other.year, other.month) != (reading.year, reading.month) or not _YEAR.search(text):
+        raise DataError(f"the date {text!r:.80} lacks its year (of four digits) or its month; {REMEDY}")
+    return reading
 
 
 class _ZoneError(ValueError):
-    """A time zone whose name several zones have."""
+    """A name that several time zones share."""
 
 
 def _zone(name: str | None, offset: int | None) -> tzinfo | None:
@@ -169,5 +169,5 @@ def _zone(name: str | None, offset: int | None) -> tzinfo | None:
     if name in ("UTC", "GMT", "Z"):
         return UTC
     if name is not None:
-        raise _ZoneError(f"the time zone {name!r} can be several; write its offset")
+        raise _ZoneError(f"several time zones are called {name!r}; write its offset")
     return None

@@ -1,4 +1,4 @@
-"""Ids of documents as numbers, so that very many are looked up at once."""
+"""Hashes of document ids, so that very many can be looked up at once."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from numpy.typing import NDArray
 
 
 def id_hash(document_id: str) -> int:
-    """A number of 64 bits, with sign, by which a document is found: the first 8 bytes of blake2b of its id."""
+    """A signed number of 64 bits that stands for a document's id: the first 8 bytes of blake2b of the id."""
     digest = hashlib.blake2b(document_id.encode("utf-8", "surrogatepass"), digest_size=8).digest()
     return int.from_bytes(digest, "little", signed=True)
 
 
 @runtime_checkable
 class HashedIds(Protocol):
-    """Documents that are known by the hashes of their ids, as a container of `allowed` documents.
+    """A container of `allowed` documents that knows the hashes of their ids.
 
     Attributes:
-        among: a document must be in this container as well; None for all.
+        among: a further container that must hold a document, too; None for no further one.
     """
 
     among: Container[str] | None
@@ -29,7 +29,7 @@ class HashedIds(Protocol):
     def __contains__(self, document_id: object) -> bool: ...
 
     def holds(self, hashes: NDArray[np.int64]) -> NDArray[np.bool_]:
-        """For each of n hashes whether its document is one of them, `[n]`; `among` is not looked at."""
+        """`[n]`, True for each of n hashes whose document is one of them; ignores `among`."""
 
 
 def those_in(document_ids: Sequence[str], allowed: Container[str]) -> list[str]:

@@ -1,4 +1,4 @@
-"""The language of a text, where it can be told: to warn of texts that a model does not read."""
+"""Identifies the language of a text, to warn of texts that a model does not read."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ from typing import Any
 
 from mac_rag.errors import ConfigError
 
-_LETTERS = 20  # fewer tell no language, except by chance
-# Of 2,067 English paragraphs of Wikipedia, none is in another language with a probability above 0.48.
+_LETTERS = 20  # with fewer letters, a language is identified only by chance
+# Of 2,067 English paragraphs of Wikipedia, none is taken for another language with a probability above 0.48.
 _SURE = 0.9
-_NONE = frozenset(("mis", "mul", "und", "zxx"))  # ISO 639's codes of what is in no single known language
-_READ = 2_000  # characters from the beginning: enough to tell
+_NONE = frozenset(("mis", "mul", "und", "zxx"))  # ISO 639's codes for texts in no single known language
+_READ = 2_000  # characters at the beginning that are enough
 
 
 def language_of(text: str) -> str | None:
     """The language of a text, as an ISO 639 code such as `en`. Needs the extra `languages`.
 
-    None where the beginning of the text does not tell it for sure, as that of a short text, a list of names, numbers
-    or code. The identifier (py3langid) lies on this machine whole; the first call reads it, which takes half a second
-    and 100 MB of memory.
+    None if the beginning of the text does not tell the language with certainty, for example of a short text, a list of
+    names, numbers or code. The identifier (py3langid) needs no network; the first call loads it, which takes half a
+    second and 100 MB of memory.
 
     Examples:
         >>> language_of("Die Firma beschäftigt 180 Menschen in Rotterdam und wurde 1934 gegründet.")
@@ -41,5 +41,7 @@ def _identifier() -> Any:
     try:
         from py3langid.langid import MODEL_FILE, LanguageIdentifier
     except ImportError:
-        raise ConfigError("to tell the language of a text needs py3langid: pip install 'mac-rag[languages]'") from None
+        raise ConfigError(
+            "identifying the language of a text needs py3langid: pip install 'mac-rag[languages]'"
+        ) from None
     return LanguageIdentifier.from_model_file(MODEL_FILE, norm_probs=True)

@@ -1,8 +1,8 @@
 """Metrics of answers and of retrieval.
 
 Answers: SQuAD's exact match and F1 after normalization, the prefix match of MAC's published code, and the substring
-match of evaluations of RAG. Retrieval: recall, mean reciprocal rank and nDCG among the first k documents, where one
-document is the right one of each question.
+match of evaluations of RAG. Retrieval: recall, mean reciprocal rank and nDCG among the first k documents, with one
+right document for each question.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""A user's own documents and questions, from files of many kinds; their form is seen from the files.
+"""A user's own documents and questions, from files in several forms, which are detected.
 
 `find_files` finds the files and the splits that their names stand for, `read_records` maps the columns of their rows to
-our fields, and `Contents` checks these. Then documents and questions are divided into splits. An error names file, row
-and field.
+our fields, and `OwnContents` checks these. Then documents and questions are divided into splits. An error names file,
+row and field.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ FIELDS = (
     "is_impossible",
 )
 
-# Shares of the splits that are drawn: train the first 80 % of all hashes, val the next 10, test the last 10.
+# Bounds of the drawn splits: train gets the first 80 % of all hashes, val the next 10 %, test the last 10 %.
 _VAL, _TEST = 0.8, 0.9
 
-_APART = "apart"  # the split of questions whose documents are in different ones
+_APART = "apart"  # the split of questions whose documents are in different splits
 SUFFIXES = (".jsonl", ".csv", ".parquet", ".json", ".json.gz")
 # Other names that the fields have in common data sets: SQuAD's, FlashRAG's.
 _ALIASES = {"document": ("context",), "answers": ("answer", "golden_answers"), "text": ("contents",)}
@@ -53,7 +53,7 @@ _FORMS = (
     + "; or give "
     "one file"
 )
-_NO_ANSWER = "give a text or a list of texts; leave unanswerable questions out, or mark them by is_impossible: true"
+_NO_ANSWER = "give a text or a list of texts; leave unanswerable questions out, or mark them with is_impossible: true"
 
 
 def read_own(
@@ -61,25 +61,26 @@ def read_own(
 ) -> QADataset:
     """Reads one split of a user's own data.
 
-    Files named by splits are used as they are, and no text may be in two of them. Otherwise a hash of its title, or of
-    its text if it has none, decides the split of a document and of its questions: 80 % train, 10 % val, 10 % test. So
-    further rows move no document into another split, and documents of one title stay together.
+    If files are named by splits, they are these splits, and no text may be in two of them. Otherwise, a hash of a
+    document's title (or of its text if it has no title) decides the split of the document and its questions: 80 %
+    train, 10 % val, 10 % test. So added rows move no document into another split, and documents with one title stay
+    together.
 
-    Questions of a corpus may name no documents. Then all splits have all documents.
+    If the documents are in a file of their own, questions may name no documents. Then all splits have all documents.
 
     Args:
         path: a file, a folder, or `hub:OWNER/NAME` (see `mac_rag.data.readers.read_documents`).
-        split: one of `SPLITS`; `all` is all of them.
-        columns: one of `FIELDS` -> the column or key that holds it, where they differ.
-        unanswered: True to read questions without answers, too; they have none.
+        split: one of `SPLITS`; `all` means all of them together.
+        columns: one of `FIELDS` -> the column or key that holds it, if their names differ.
+        unanswered: True to also read questions without answers, with empty `answers`.
 
     Raises:
         ConfigError: for columns of unknown fields.
-        DataError: for files that are missing or of no known form, and for a malformed row; names file, row and field.
+        DataError: for files that are missing or in an unknown form, and for a malformed row; names file, row and field.
     """
     unknown = [field for field in columns or {} if field not in FIELDS]
     if unknown:
-        raise ConfigError(f"columns names the unknown field {unknown[0]!r}; choose among {', '.join(FIELDS)}")
+        raise ConfigError(f"columns names the unknown field {unknown[0]!r}; choose one of {', '.join(FIELDS)}")
     files = find_files(path)
     if split not in ("all", *files.splits) and "all" not in files.splits:
         raise DataError(
@@ -87,47 +88,47 @@ def read_own(
             f"{split}.jsonl and give the folder, or give one file of another name, which is then divided"
         )
     reader = _read_rows if files.corpus is None else _read_corpus
-    read = reader(files, columns or {}, unanswered)
-    documents = tuple(document for name, document in read.documents if split == "all" or name in (split, "all"))
-    questions = tuple(question for name, question in read.questions if split in ("all", name))
-    names = [name for name, _ in read.questions]
+    whole = reader(files, columns or {}, unanswered)
+    documents = tuple(document for name, document in whole.documents if split == "all" or name in (split, "all"))
+    questions = tuple(question for name, question in whole.questions if split in ("all", name))
+    names = [name for name, _ in whole.questions]
     apart = (
-        f"{names.count(_APART):,} questions are left out, whose documents are in different splits; give train, val and "
-        "test in files of their own, or one title to documents that belong together"
+        f"{names.count(_APART):,} questions are left out, because their documents are in different splits; give train, "
+        "val and test in files of their own, or one title to documents that belong together"
     )
     if not questions:
         sizes = ", ".join(f"{names.count(other)} are in {other}" for other in SPLITS[:-1])
         raise DataError(
-            f"the split {split!r} of {path} holds no question: of all {len(names):,}, {sizes}. Give more documents, or "
-            "files named train, val and test, or take the split 'all'; documents of one title are in one split"
+            f"the split {split!r} of {path} holds no questions: of all {len(names):,}, {sizes}. Give more documents, "
+            "or files named train, val and test, or take the split 'all'; documents with one title are in one split"
             + (f". {apart}" if _APART in names else "")
         )
     for kind, ids in (("document", [each.id for each in documents]), ("question", [each.id for each in questions])):
         if len(set(ids)) < len(ids):
             twice = Counter(ids).most_common(1)[0][0]
             raise DataError(f"{path}: {shown_id(twice)} is a {kind} of two splits; the split 'all' needs other ids")
-    impossible = sum(count for name, count in read.unanswerable.items() if split == "all" or name in (split, "all"))
+    impossible = sum(count for name, count in whole.unanswerable.items() if split == "all" or name in (split, "all"))
     notes = []
     if impossible:
-        notes.append(f"{path}: {impossible:,} questions are left out, which are marked as impossible to answer")
+        notes.append(f"{path}: {impossible:,} questions are left out, because they are marked as impossible to answer")
     if _APART in names and split != "all":
         notes.append(f"{path}: {apart}")
     if "all" in files.splits and split != "all":
         notes.append(
-            f"{path} is divided by documents: {split} has {len(questions):,} of {len(read.questions):,} questions; the "
-            "split 'all' has all"
+            f"{path} is divided by documents: {split} has {len(questions):,} of {len(whole.questions):,} questions; "
+            "the split 'all' has all"
         )
     return QADataset("own", split, documents, questions, tuple(notes))
 
 
 @dataclass(frozen=True)
-class _Read:
-    """All of a data set.
+class _AllSplits:
+    """A whole data set.
 
     Attributes:
-        documents, questions: each with its split; documents of the split `all` are in every split, and questions whose
-            documents are in different ones in none.
-        unanswerable: number of questions left out in the file of each split, or in the one file, `all`.
+        documents: each document with its split; a document of the split `all` is in every split.
+        questions: each question with its split; `_APART` if its documents are in different splits.
+        unanswerable: split (or `all` for a single file) -> number of questions in its file that were left out.
     """
 
     documents: list[tuple[str, Document]]
@@ -135,42 +136,42 @@ class _Read:
     unanswerable: Mapping[str, int]
 
 
-def _read_rows(files: Files, columns: Mapping[str, str], unanswered: bool) -> _Read:
+def _read_rows(files: Files, columns: Mapping[str, str], unanswered: bool) -> _AllSplits:
     """Reads files whose rows hold question and document."""
-    contents: dict[str, Contents] = {}
+    contents: dict[str, OwnContents] = {}
     for name, file in files.splits.items():
-        contents[name] = Contents(unanswered=unanswered)
+        contents[name] = OwnContents(unanswered=unanswered)
         for record in read_records(file, columns):
             contents[name].add_row(record, may_be_alone=".json" in file.suffixes)
-    unanswerable = {name: read.unanswerable for name, read in contents.items()}
+    unanswerable = {name: content.unanswerable for name, content in contents.items()}
     if "all" in contents:
-        read = contents["all"]
-        drawn = {document.id: drawn_split(document) for document in read.documents.values()}
-        return _Read(
-            [(drawn[document.id], document) for document in read.documents.values()],
-            [(drawn[question.gold], question) for question in read.questions.values()],
+        content = contents["all"]
+        drawn = {document.id: drawn_split(document) for document in content.documents.values()}
+        return _AllSplits(
+            [(drawn[document.id], document) for document in content.documents.values()],
+            [(drawn[question.gold], question) for question in content.questions.values()],
             unanswerable,
         )
     first: dict[bytes, str] = {}  # the split in which a text came first
-    for name, read in contents.items():
-        for key, document_id in read.id_of_text.items():
+    for name, content in contents.items():
+        for key, document_id in content.id_of_text.items():
             if key in first:
                 raise DataError(
                     f"document {shown_id(document_id)} of {files.splits[name]} is also in {files.splits[first[key]]}; "
                     "remove it from one of them, or put all rows into one file, which is then divided by documents"
                 )
             first[key] = name
-    return _Read(
-        [(name, document) for name, read in contents.items() for document in read.documents.values()],
-        [(name, question) for name, read in contents.items() for question in read.questions.values()],
+    return _AllSplits(
+        [(name, document) for name, content in contents.items() for document in content.documents.values()],
+        [(name, question) for name, content in contents.items() for question in content.questions.values()],
         unanswerable,
     )
 
 
-def _read_corpus(files: Files, columns: Mapping[str, str], unanswered: bool) -> _Read:
-    """Reads documents, and questions that name them or no document."""
+def _read_corpus(files: Files, columns: Mapping[str, str], unanswered: bool) -> _AllSplits:
+    """Reads a file of documents, and files of questions, which name documents or none."""
     assert files.corpus is not None
-    contents = Contents(unanswered=unanswered)
+    contents = OwnContents(unanswered=unanswered)
     for record in read_records(files.corpus, {"text": columns["document"]} if "document" in columns else {}):
         contents.add_document(record)
     questions: list[tuple[str, Question]] = []
@@ -190,33 +191,33 @@ def _read_corpus(files: Files, columns: Mapping[str, str], unanswered: bool) -> 
         )
     if nameless:
         drawn = [(_draw(question.question) if name == "all" else name, question) for name, question in questions]
-        return _Read([("all", document) for document in contents.documents.values()], drawn, unanswerable)
-    split_of = {} if "all" in files.splits else _asked_in(questions, files)
-    placed = [(split_of.get(each.id) or drawn_split(each), each) for each in contents.documents.values()]
-    of_document = {document.id: name for name, document in placed}
-    asked = []
+        return _AllSplits([("all", document) for document in contents.documents.values()], drawn, unanswerable)
+    split_of = {} if "all" in files.splits else _split_by_questions(questions, files)
+    documents = [(split_of.get(each.id) or drawn_split(each), each) for each in contents.documents.values()]
+    of_document = {document.id: name for name, document in documents}
+    divided = []
     for _, question in questions:
         names = {of_document[document_id] for document_id in (question.gold, *question.further_ids)}
-        asked.append((names.pop() if len(names) == 1 else _APART, question))
-    return _Read(placed, asked, unanswerable)
+        divided.append((names.pop() if len(names) == 1 else _APART, question))
+    return _AllSplits(documents, divided, unanswerable)
 
 
-def _asked_in(questions: Sequence[tuple[str, Question]], files: Files) -> dict[str, str]:
-    """The split of each document that questions in files of splits are about."""
+def _split_by_questions(questions: Sequence[tuple[str, Question]], files: Files) -> dict[str, str]:
+    """Document id -> split, for documents with questions in the files of splits."""
     split_of: dict[str, str] = {}
     for name, question in questions:
         for document_id in (question.gold, *question.further_ids):
             if split_of.setdefault(document_id, name) != name:
                 raise DataError(
                     f"document {shown_id(document_id)} is asked about in {files.splits[split_of[document_id]]} and in "
-                    f"{files.splits[name]} (question {shown_id(question.id)}), so a model would be tested on what "
-                    "it was trained on; put all questions into questions.jsonl, which is then divided by documents"
+                    f"{files.splits[name]} (question {shown_id(question.id)}), so a model would be tested on documents "
+                    "of its training; put all questions into questions.jsonl, which is then divided by documents"
                 )
     return split_of
 
 
 def drawn_split(document: Document) -> str:
-    """The split of a document in a file that is divided; the same in whatever file it stands.
+    """The split of a document in a file that is divided; it does not depend on the file.
 
     Examples:
         >>> documents = Document("1", "A text.", {"title": "Bridges"}), Document("2", "Another.", {"title": "bridges"})
@@ -228,7 +229,8 @@ def drawn_split(document: Document) -> str:
 
 
 def _draw(text: str) -> str:
-    # Texts that differ only in case, punctuation and articles go together, as `pipelines.check_splits` compares them.
+    # Texts that differ only in case, punctuation and articles get one split, because `pipelines.check_splits` compares
+    # them so.
     digest = hashlib.sha256((normalize(text) or text).encode()).digest()
     place = int.from_bytes(digest[:8], "big") / 2**64
     return "train" if place < _VAL else "val" if place < _TEST else "test"
@@ -239,8 +241,8 @@ class Files:
     """The files of a data set.
 
     Attributes:
-        corpus: the documents; None if they stand beside their questions.
-        splits: the questions of each split, `train`, `val` and `test`; or `all`, a single file that is to be divided.
+        corpus: the file of documents; None if the rows of questions hold them.
+        splits: split (`train`, `val`, `test`) -> file of its questions; or `all` -> a single file to be divided.
     """
 
     corpus: Path | None
@@ -248,9 +250,9 @@ class Files:
 
 
 def find_files(path: str | Path) -> Files:
-    """The files of a data set in one of these forms:
+    """Finds the files of a data set, which has one of these forms:
 
-    - one file of rows with document, question and answers; or a file in SQuAD's layout;
+    - one file of rows with document, question and answers, or a file in SQuAD's layout;
     - a folder with such files named `train`, `val` (`validation`, `valid`, `dev`) and `test`, at least one of them;
     - a folder with `documents` or `corpus`, and `questions` or questions in files named as above;
     - a data set of the Hub, `hub:OWNER/NAME`, with splits named as above; or one split of it, `hub:OWNER/NAME:SPLIT`.
@@ -274,16 +276,17 @@ def find_files(path: str | Path) -> Files:
     questions = [file for file in inside if _stem(file) == "questions"]
     splits = _by_split(path, [file for file in inside if _stem(file) in _SPLIT_OF])
     corpus = _one_of(path, corpora, "documents")
-    asked = _one_of(path, questions, "questions")
-    if asked is not None and splits:
-        raise DataError(f"{path} holds {asked.name} and questions by splits; keep one of the two")
-    if asked is not None and corpus is None:
-        raise DataError(f"{path} holds {asked.name} without documents; put documents.jsonl beside it")
-    found = {"all": asked} if asked is not None else splits
-    if not found:
+    undivided = _one_of(path, questions, "questions")
+    if undivided is not None and splits:
+        raise DataError(f"{path} holds {undivided.name} and questions by splits; keep one of the two")
+    if undivided is not None and corpus is None:
+        raise DataError(f"{path} holds {undivided.name} without documents; put documents.jsonl beside it")
+    if undivided is not None:
+        splits = {"all": undivided}
+    if not splits:
         names = ", ".join(file.name for file in inside) or "no such file"
         raise DataError(f"{path} has no questions; give {_FORMS} (it has {names:.400})")
-    return Files(corpus, found)
+    return Files(corpus, splits)
 
 
 def _find_on_hub(name: str) -> Files:
@@ -319,12 +322,12 @@ def _stem(file: Path) -> str:
 
 
 class Record(NamedTuple):
-    """One row.
+    """One row of a data set.
 
     Attributes:
         where: its file and row, for messages.
-        name: the name of its file with its number, the id of a question that has none.
-        values: what it holds, by the names of our fields; without what is empty.
+        name: the name of its file and its number, which serve as the id of a question without one.
+        values: field -> value, for all fields that are not empty.
         columns: the names of all columns or keys of the row.
     """
 
@@ -353,11 +356,10 @@ def read_records(path: Path, columns: Mapping[str, str]) -> Iterator[Record]:
 
     Args:
         path: a file with one of `SUFFIXES`, or `hub:OWNER/NAME:SPLIT`.
-        columns: field -> the column or key that holds it, where they differ.
+        columns: field -> the column or key that holds it, if their names differ.
 
     Raises:
-        DataError: for a file that cannot be read or is malformed, and for a column that a row does not have; names the
-            file and the row.
+        DataError: for a file that cannot be read or is malformed, and for a missing column; names the file and the row.
     """
     file = path.name.removesuffix(suffix_of(path) or "")
     for number, (where, row) in enumerate(_rows(path), 1):
@@ -366,10 +368,12 @@ def read_records(path: Path, columns: Mapping[str, str]) -> Iterator[Record]:
             if values.get(field) in (None, ""):
                 values[field] = next((row[name] for name in names if row.get(name) not in (None, "")), None)
         for field, column in columns.items():
-            # A paragraph without questions has none of their fields.
+            # The row of a paragraph without questions lacks the fields of a question.
             if column not in row and not (set(row) <= {"document", "title"}):
                 has = ", ".join(map(repr, row)) or "nothing"
-                raise DataError(f"{where}: no column {column!r}, which columns names for {field!r}; it has {has:.200}")
+                raise DataError(
+                    f"{where}: no column {column!r}, which columns names for {field!r}; choose one of {has:.200}"
+                )
             values[field] = row.get(column)
         if path.suffix == ".csv":
             values |= {
@@ -386,7 +390,7 @@ def _rows(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
     if suffix in (".json", ".json.gz"):
         return paragraph_rows(path)
     if suffix is None and not str(path).startswith(HUB):
-        raise DataError(f"{path} is of no kind that is read; give a file that ends in {', '.join(SUFFIXES)}")
+        raise DataError(f"{path} has an unknown ending; give a file that ends in {', '.join(SUFFIXES)}")
     rows = ((row.where, row.values) for row in read_rows(path))
     if suffix == ".csv":
         return ((where, {column: cell if cell.strip() else "" for column, cell in row.items()}) for where, row in rows)
@@ -394,27 +398,28 @@ def _rows(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
 
 
 def _parsed(cell: str) -> Any:
-    """A cell with several answers or with metadata is written as JSON; any other is a text."""
-    written = cell.strip()
-    if (written[:1], written[-1:]) in {("[", "]"), ("{", "}")}:
+    """The value of a cell: a list (several answers) or an object (metadata) if it holds JSON; otherwise its text."""
+    text = cell.strip()
+    if (text[:1], text[-1:]) in {("[", "]"), ("{", "}")}:
         try:
-            return parse_json(written)
+            return parse_json(text)
         except MalformedError:
             return cell
     return cell
 
 
-class Contents:
-    """Documents and questions as they are read.
+class OwnContents:
+    """Collects and checks documents and questions.
 
     Args:
-        unanswered: True to take questions without answers, too.
+        unanswered: True to also take questions without answers.
 
     Attributes:
-        documents: by id, in the order of the rows.
-        questions: by id, in the order of the rows.
-        id_of_text: id of the first document with a text, by the sha256 of the text.
-        unanswerable: number of questions that were left out, because SQuAD 2.0 marks them as impossible to answer.
+        documents: id -> document, in the order of the rows.
+        questions: id -> question, in the order of the rows.
+        id_of_text: sha256 of a text -> id of the first document with this text.
+        unanswerable: number of questions that were left out because they are marked as impossible to answer, as in
+            SQuAD 2.0.
     """
 
     def __init__(self, *, unanswered: bool = False) -> None:
@@ -428,7 +433,7 @@ class Contents:
         """Adds a row of a file of documents: `id`, `text`, and metadata in all other keys.
 
         Raises:
-            DataError: for a row that is no document, and an id that another document has.
+            DataError: for a row that is not a document, and for an id that another document has.
         """
         document_id = _id(record, "id")
         if document_id is None:
@@ -437,7 +442,7 @@ class Contents:
         named = ("id", "text", "contents")
         metadata = {key: record.values[key] for key in record.columns if key in record.values and key not in named}
         if document_id in self.documents:
-            raise record.fault("id", f"{shown_id(document_id)} is the id of another document further up")
+            raise record.fault("id", f"{shown_id(document_id)} is the id of another document in an earlier row")
         self._put(record, Document(document_id, text, metadata))
 
     def add_row(self, record: Record, *, may_be_alone: bool = False) -> None:
@@ -445,10 +450,10 @@ class Contents:
 
         Args:
             record: the row.
-            may_be_alone: True for a file in SQuAD's layout, where a row without `question` is a document alone.
+            may_be_alone: True for a file in SQuAD's layout, where a row without `question` is only a document.
 
         Raises:
-            DataError: for a field that is missing or wrong, and for ids that stand for something else further up.
+            DataError: for a field that is missing or wrong, and for an id that means something else in an earlier row.
         """
         text = _text(
             record, "document", "give the text that answers the question, or put documents.jsonl beside questions.jsonl"
@@ -456,55 +461,56 @@ class Contents:
         metadata = _mapping(record, "metadata")
         metadata |= {name: record.values[name] for name in ("title", "date") if name in record.values}
         key = hashlib.sha256(text.encode()).digest()
-        given = _id(record, "document_id")
-        document_id = given or self.id_of_text.get(key) or f"doc-{key.hex()[:16]}"
+        document_id = _id(record, "document_id") or self.id_of_text.get(key) or f"doc-{key.hex()[:16]}"
         document = Document(document_id, text, metadata)
         known = self.documents.get(document_id)
         if known is None:
             self._put(record, document)
         elif known.text != text:
-            raise record.fault("document_id", f"{shown_id(document_id)} is the id of another text further up")
+            raise record.fault("document_id", f"{shown_id(document_id)} is the id of another text in an earlier row")
         elif known.metadata != metadata:
             field = next(
                 name for name in {**known.metadata, **metadata} if known.metadata.get(name) != metadata.get(name)
             )
             raise record.fault(
                 field,
-                f"document {shown_id(document_id)} has another one further up; give all rows of a document the same",
+                f"document {shown_id(document_id)} has another one in an earlier row; give all its rows the same",
             )
         if "further_document_ids" in record.values:
             raise record.fault(
                 "further_document_ids",
-                "only questions apart from their documents name several; put the documents into documents.jsonl and "
-                "the questions into questions.jsonl",
+                "a row with the text of its document cannot name several documents; put the documents into "
+                "documents.jsonl and the questions into questions.jsonl",
             )
         if "question" in record.columns or not may_be_alone:
             self._add_question(record, document_id)
 
     def add_question(self, record: Record) -> Question | None:
-        """Adds a question whose documents have been added before, if it names any.
+        """Adds a question. The documents that it names must have been added before.
 
-        `document_id` names the one with the answer, `further_document_ids` those that are needed beside it.
+        `document_id` names the document with the answer, `further_document_ids` the others that the answer needs.
 
         Returns:
             The question; None if it is left out.
 
         Raises:
             DataError: for a field that is missing or wrong, for an id of another question, for an unknown document, and
-                for a row that has the text of its document.
+                for a row that holds the text of its document.
         """
         if "document" in record.values:
             raise record.fault(
-                "document", "the documents stand in a file of their own; name one by document_id, or remove that file"
+                "document", "the documents are in a file of their own; name one by document_id, or remove that file"
             )
         document_id = _id(record, "document_id")
         further = _ids(record, "further_document_ids")
         for field, names in (("document_id", [document_id]), ("further_document_ids", further)):
             for name in names:
                 if name is not None and name not in self.documents:
-                    raise record.fault(field, f"there is no document {shown_id(name)}")
+                    raise record.fault(field, f"there is no document {shown_id(name)}; add it, or name another")
         if further and document_id is None:
-            raise record.missing("document_id", "name the document with the answer beside the further ones")
+            raise record.missing(
+                "document_id", "name the document with the answer there, and the others in further_document_ids"
+            )
         if document_id in further or len(set(further)) < len(further):
             raise record.fault("further_document_ids", "name each document once, and not the one of document_id again")
         return self._add_question(record, document_id, further)
@@ -525,7 +531,7 @@ class Contents:
             return None
         question_id = _id(record, "id") or record.name
         if question_id in self.questions:
-            raise record.fault("id", f"{shown_id(question_id)} is the id of another question further up")
+            raise record.fault("id", f"{shown_id(question_id)} is the id of another question in an earlier row")
         added = Question(question_id, question, answers, document_id, _as_of(record), further)
         self.questions[question_id] = added
         return added
@@ -541,7 +547,7 @@ def _answers(record: Record) -> tuple[str, ...] | None:
     value = record.values.get("answers")
     if record.values.get("is_impossible") is True:
         return None
-    if isinstance(value, Mapping):  # SQuAD on the Hub: a list of texts beside a list of their places
+    if isinstance(value, Mapping):  # SQuAD on the Hub: a list of texts, and a list of their positions
         value = value.get("text")
         if value == []:
             return None
@@ -550,7 +556,7 @@ def _answers(record: Record) -> tuple[str, ...] | None:
     texts = [value] if isinstance(value, str) else value
     if not isinstance(texts, list):
         raise record.fault("answers", f"it must be a text or a list of texts, got {texts!r:.80}")
-    # SQuAD's files: each answer with its place.
+    # SQuAD's files: each answer is a text with its position.
     texts = [text["text"] if isinstance(text, Mapping) and "text" in text else text for text in texts]
     for number, text in enumerate(texts, 1):
         if not isinstance(text, str):
@@ -572,7 +578,7 @@ def _text(record: Record, field: str, remedy: str) -> str:
 
 
 def _as_of(record: Record) -> str | None:
-    """The moment of a question, as it was written; None if it has none."""
+    """The moment of a question, as its row has it; None if it has none."""
     value = record.values.get("as_of")
     if value is None:
         return None
@@ -584,7 +590,7 @@ def _as_of(record: Record) -> str | None:
 
 
 def _id(record: Record, field: str) -> str | None:
-    """An id, a text or a whole number; None if there is none."""
+    """An id, which is a text or a whole number; None if there is none."""
     value = record.values.get(field)
     return None if value is None else _checked_id(record, field, value)
 

@@ -1,4 +1,4 @@
-"""What the bank knows about a document apart from its text: id, content hash, metadata and time of addition."""
+"""The bank's record of a document apart from its text: id, content hash, metadata and time of addition."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from mac_rag.untrusted_files import METADATA_DEPTH, NUMBER, parse_json
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """A document that an entry of the bank stands for.
+    """A document in an entry of the bank.
 
     Attributes:
         document_id: id of the document.
         content_hash: hash of its text and metadata, by which an unchanged document is recognized.
         metadata: its metadata, after a round trip through JSON.
-        added: time at which it was put into the bank, ISO 8601 in UTC.
+        added: time at which it was put into the bank, in ISO 8601 and UTC.
     """
 
     document_id: str
@@ -35,13 +35,13 @@ class Member:
 
     @classmethod
     def of(cls, document: Document) -> Member:
-        """Makes the member for a document that is added now. All that a bank and a retriever refuse is refused here.
+        """Makes the member for a document that is added now. Everything that a bank or retriever refuses fails here.
 
         Raises:
-            DocumentError: for a text that is none, or that has half of a surrogate pair or NUL; names the document.
-            BankError: for an id that is blank or no text, or metadata that JSON does not keep exactly; names the
-                document, and the place in the metadata. For a `date` that is none, or can be read in two ways, and for
-                a `supersedes` that names no ids.
+            DocumentError: for a text that is not a text, or has half of a surrogate pair or NUL; names the document.
+            BankError: for an id that is blank or not a text; for metadata that JSON does not keep exactly, with the
+                place in the metadata; for a `date` that is not a date or can be read in two ways; for a `supersedes`
+                that names no ids. Names the document.
         """
         check_document(document)
         try:
@@ -56,8 +56,8 @@ class Member:
     def moment(self) -> int:
         """The moment from which the document counts, in microseconds since 1970.
 
-        It is the date of its metadata, or else that at which it was added. A bank from elsewhere may hold something
-        else there, which then says nothing.
+        It is the date of its metadata, or else the time at which it was added. A bank from elsewhere may hold values
+        there that are not dates; they are ignored.
         """
         with suppress(DataError):
             date = date_in(self.metadata)
@@ -68,13 +68,13 @@ class Member:
 
     @property
     def supersedes(self) -> tuple[str, ...]:
-        """Ids of the documents that stop counting when this one counts; none where the bank holds no ids there."""
+        """Ids of the documents that stop counting when this one counts; none if the metadata hold no ids there."""
         with suppress(DataError):
             return superseded_in(self.metadata)
         return ()
 
     def matches(self, text: str) -> bool:
-        """True if this is the text that the content hash was made of."""
+        """True if the content hash is that of this text."""
         return content_hash(Document(self.document_id, text, self.metadata)) == self.content_hash
 
 
@@ -85,7 +85,7 @@ def check_document(document: Document) -> None:
         DocumentError, BankError: as `Member.of`.
     """
     if not isinstance(document.id, str):
-        raise BankError(f"ids of documents must be texts, got {document.id!r:.80}")
+        raise BankError(f"a document's id is {document.id!r:.80}; give a text")
     fault = fault_of(document.id)
     if fault is None and is_blank(document.id):
         fault = "it has no visible character; give the document a name"
@@ -103,7 +103,7 @@ def check_document(document: Document) -> None:
 def content_hash(document: Document) -> str:
     """Hex sha256 of a document's text and metadata.
 
-    Metadata count because filters read them: a document that now belongs to another tenant has changed.
+    The hash covers metadata because filters read them: a document that now belongs to another tenant has changed.
 
     Raises:
         BankError: for metadata that cannot be stored as JSON.
@@ -122,7 +122,7 @@ def _as_json(document: Document) -> dict[str, Any]:
 
 
 def _check_values(value: Any, place: str) -> None:
-    """Checks what JSON would store as something else, or as something that cannot be read again."""
+    """Refuses values that JSON would store as another value, or as one that cannot be read again."""
     if isinstance(value, str):
         fault = fault_of(value)
         if fault is not None:

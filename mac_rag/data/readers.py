@@ -1,7 +1,7 @@
 """Documents from a user's own files, standard input and the Hugging Face Hub: texts, rows, HTML, PDF and DOCX.
 
 Python's json and csv read JSON Lines and CSV; pyarrow and datasets read Parquet and data sets of the Hub. Rows are read
-as a stream, and from any row on. An error names the file and the row.
+as a stream, which can begin at any row. An error names the file and the row.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from mac_rag.untrusted_files import (
 STDIN = Path("-")
 HUB = "hub:"
 _PIECE = 1 << 20
-_BATCH = 256  # rows of a typed table that are in memory at a time
+_BATCH = 256  # rows of a Parquet or Hub table that are in memory at a time
 
 
 def read_documents(paths: Iterable[Path]) -> list[Document]:
@@ -46,46 +46,46 @@ def read_documents(paths: Iterable[Path]) -> list[Document]:
 
     A `.jsonl` file holds one document per line, `{"id": ..., "text": ...}`; `.csv` and `.parquet` files have the
     columns `id` and `text`. Further keys and columns become metadata. Any other file is one document with its path as
-    id; of an HTML, PDF or DOCX file it is the text, and the title becomes metadata (see `mac_rag.data.conversion`). The
-    path `-` is standard input: JSON Lines if it starts with `{`, otherwise one document with the id `-`. The path
-    `hub:OWNER/NAME` is a data set of the Hugging Face Hub, with `/CONFIGURATION` and `:SPLIT` after it where they are
-    needed; without a split, `train`. A row may have 8 MiB, and a file that is one document 64 MiB.
+    id. HTML, PDF and DOCX files are converted to text, and their title becomes metadata (see
+    `mac_rag.data.conversion`). The path `-` is standard input: JSON Lines if it starts with `{`, otherwise one document
+    with the id `-`. The path `hub:OWNER/NAME` is a data set of the Hugging Face Hub, followed by `/CONFIGURATION` and
+    `:SPLIT` if needed; the default split is `train`. A row may have 8 MiB, and a file that is one document 64 MiB.
 
     Raises:
-        DataError: for a file that is missing, too long, no regular file, or not UTF-8 text, for a list in JSON, and for
-            a file that cannot be converted; for a row that is malformed or too long, or comes after 200,000 blank
-            lines; where pyarrow or datasets is needed and missing. It names the file and the row.
+        DataError: for a file that is missing, too long, not a regular file, or not UTF-8 text, for a list in JSON, and
+            for a file that cannot be converted; for a row that is malformed or too long, or comes after 200,000 blank
+            lines; if pyarrow or datasets is needed and missing. Names the file and the row.
     """
     return [document for path in paths for _, document in placed_documents(path)]
 
 
 def read_good_documents(paths: Iterable[Path], refuse: Callable[[DataError], object]) -> Iterator[tuple[str, Document]]:
-    """As `read_documents`, but leaves out what is bad. Yields each document after its file and row, for messages.
+    """As `read_documents`, but leaves out bad files and rows. Yields file and row, for messages, and the document.
 
     Args:
         paths: the files.
-        refuse: takes the error of each file and row that is left out. If a file of rows cannot be read on from a row,
-            as where a quote is open, the rest of it is left out with that row, and the error says so.
+        refuse: called with the error of each file and row that is left out. If a file of rows cannot be read beyond a
+            row, for example because of an open quote, that row and the rest are left out, and the error says so.
     """
     for path in paths:
         try:
             for place, document in placed_documents(path, refuse=refuse):
                 yield f"{path}, row {place.rows + 1}" if _has_rows(path) else str(path), document
         except DataError as error:
-            refuse(DataError(f"{error}; nothing behind it in this file is read") if _has_rows(path) else error)
+            refuse(DataError(f"{error}; nothing after it in this file is read") if _has_rows(path) else error)
 
 
 def find_files(paths: Iterable[Path], *, refuse: Callable[[DataError], object] = raise_error) -> list[Path]:
-    """The files that paths name: for a folder all files in it and below, in the order of their names.
+    """The files that paths name: for a folder, all files in it and below, in the order of their names.
 
-    What begins with a dot is left out.
+    In a folder, files and folders whose names begin with a dot are left out.
 
     Args:
         paths: files and folders.
-        refuse: takes the error of a path that is left out; by default, it is raised.
+        refuse: called with the error of a path that is left out; by default, it is raised.
 
     Raises:
-        DataError: for a folder without files, and for what the system refuses to look at.
+        DataError: for a folder without files, and for a path that the system does not let us read.
     """
     files: list[Path] = []
     for path in paths:
@@ -116,18 +116,20 @@ def _readable(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise DataError(f"{path} cannot be read: {error.strerror or error}") from None
+        raise DataError(
+            f"{path} cannot be read: {error.strerror or error}; give a file that exists and is readable"
+        ) from None
 
 
 def placed_documents(
     path: Path, start: Place = Place(), *, refuse: Callable[[DataError], object] = raise_error
 ) -> Iterator[tuple[Place, Document]]:
-    """Yields the documents of a file, and the place of each, from which on the file can be read.
+    """Yields the documents of a file, each with its place, at which reading can begin again.
 
     Args:
         path: see `read_documents`.
-        start: where to begin; standard input can be read from its beginning only, and once.
-        refuse: takes the error of a row that is left out; by default, it is raised.
+        start: where to begin; standard input can only be read from its beginning, and only once.
+        refuse: called with the error of a row that is left out; by default, it is raised.
 
     Raises:
         DataError: see `read_documents`.
@@ -143,8 +145,8 @@ def placed_documents(
     with _readable(path), closing(_Lines(path)) as lines:
         if path.suffix == ".json" and lines.start_with(b"["):
             raise DataError(
-                f"{path} is a list in JSON, and only JSON Lines are read as several documents; write one object a line "
-                f"to a .jsonl file: jq -c '.[]' {quote(str(path))} > {quote(str(path.with_suffix('.jsonl')))}"
+                f"{path} is a list in JSON, and only JSON Lines are read as several documents; write one object per "
+                f"line to a .jsonl file: jq -c '.[]' {quote(str(path))} > {quote(str(path.with_suffix('.jsonl')))}"
             )
         if path == STDIN and lines.start_with(b"{"):
             yield from _documents(_json_rows(path, lines, Place(), refuse), refuse)
@@ -167,7 +169,7 @@ def _documents(rows: Iterable[Row], refuse: Callable[[DataError], object]) -> It
 
 
 def _fault(values: Mapping[str, Any]) -> str | None:
-    """Why a row is no document."""
+    """Says why a row is not a document; None if it is one."""
     for key in ("id", "text"):
         if key not in values:
             return f"no {key!r}; it has {', '.join(map(repr, values)) or 'no keys'}"
@@ -194,10 +196,10 @@ def read_rows(
         path: see `read_documents`.
         columns: the columns that a `.csv` file must have.
         start: where to begin, from `Row.place`.
-        refuse: takes the error of a row that is left out; by default, it is raised.
+        refuse: called with the error of a row that is left out; by default, it is raised.
 
     Raises:
-        DataError: see `read_documents`; also for a row that is no object.
+        DataError: see `read_documents`; also for a row that is not an object.
     """
     if str(path).startswith(HUB):
         yield from _hub_rows(str(path), start.rows)
@@ -215,12 +217,12 @@ class _Lines:
     """The lines of a text file, or of standard input, read one by one.
 
     Raises:
-        DataError: for a file that cannot be read or is no text, and for a line that is too long; it names the file.
+        DataError: for a file that cannot be read or is not text, and for a line that is too long; names the file.
     """
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._blank = b""  # the blank beginning, where it was looked at already
+        self._blank = b""  # the blank beginning, as far as `start_with` has read it
         try:
             file: Any = sys.stdin.buffer if path == STDIN else open_file(path, follow=True)
         except MalformedError as error:
@@ -228,7 +230,7 @@ class _Lines:
         self._file = BufferedReader(file)
 
     def close(self) -> None:
-        """Closes the file; standard input is not ours to close."""
+        """Closes the file, unless it is standard input."""
         file = self._file.detach()
         if self._path != STDIN:
             file.close()
@@ -239,7 +241,7 @@ class _Lines:
             self._file.seek(place.size)
 
     def start_with(self, start: bytes) -> bool:
-        """True if what comes first that is not blank starts with this byte."""
+        """True if the first byte that is not blank is this one."""
         while len(self._blank) <= ROW and (piece := self._file.peek()):
             if piece.strip():
                 return piece.lstrip().startswith(start)
@@ -252,7 +254,7 @@ class _Lines:
             yield from lines_of(self._file, ROW)
 
     def text(self) -> str:
-        """All of it, as one document."""
+        """The whole file, as the text of one document."""
         pieces, size = [self._blank], len(self._blank)
         with self._errors():
             while piece := self._file.read(_PIECE):
@@ -274,7 +276,7 @@ class _Lines:
             raise DataError(f"{self._path} is not a text in UTF-8: {error}; convert it to text first") from None
         except MalformedError as error:
             raise DataError(
-                f"{self._path}, {error}; split it into several documents, or give the text a file of its own"
+                f"{self._path}, {error}; split it into several documents, or put the text into a file of its own"
             ) from None
 
 
@@ -336,8 +338,8 @@ def _parquet_rows(path: Path, start: int) -> Iterator[Row]:
             yield from _typed_rows(str(path), batches, before, start)
     except MalformedError as error:
         raise DataError(f"{path} cannot be read: {error}") from None
-    except (ArrowException, ValueError) as error:  # ValueError for a column's name that is no UTF-8
-        raise DataError(f"{path} is no well-formed Parquet: {error}") from None
+    except (ArrowException, ValueError) as error:  # ValueError if a column's name is not UTF-8
+        raise DataError(f"{path} is not well-formed Parquet: {error}; write it again") from None
 
 
 def _hub_rows(name: str, start: int) -> Iterator[Row]:
@@ -356,13 +358,13 @@ def hub_splits(name: str | Path) -> list[str]:
     """The names of the splits of a data set of the Hub, `hub:OWNER/NAME` or `hub:OWNER/NAME/CONFIGURATION`.
 
     Raises:
-        DataError: when `datasets` is missing, and for a data set that is not found.
+        DataError: if `datasets` is missing, and for a data set that is not found.
     """
     return list(_loaded(str(name), None, str(name)))
 
 
 def _loaded(name: str, split: str | None, shown: str) -> Any:
-    """The table of a split, or for None those of all splits by their names; `shown` is the name for messages."""
+    """Loads the table of a split, or, for None, split -> table for all splits. `shown`: the name for messages."""
     try:
         import datasets
     except ImportError:
@@ -381,7 +383,7 @@ def _loaded(name: str, split: str | None, shown: str) -> Any:
 
 
 def _typed_rows(where: str, batches: Iterable[Any], number: int, start: int) -> Iterator[Row]:
-    """The rows from `start` on, of batches of Arrow; `number` is that of the first row of them."""
+    """The rows of Arrow batches from row `start` on. `number`: the number of the batches' first row."""
     for batch in batches:
         for values in _values(where, batch, number):
             if number >= start:
@@ -390,10 +392,10 @@ def _typed_rows(where: str, batches: Iterable[Any], number: int, start: int) -> 
 
 
 def _values(where: str, batch: Any, number: int) -> Iterator[dict[str, Any]]:
-    """The rows of a batch of Arrow, with Python's values."""
+    """The rows of an Arrow batch, as Python values."""
     try:
         yield from batch.to_pylist()
-    except (ValueError, OverflowError):  # no UTF-8, or a date beyond Python's
+    except (ValueError, OverflowError):  # not UTF-8, or a date beyond Python's range
         for index in range(len(batch)):
             try:
                 yield from batch.slice(index, 1).to_pylist()
@@ -402,7 +404,7 @@ def _values(where: str, batch: Any, number: int) -> Iterator[dict[str, Any]]:
 
 
 def _as_json(value: Any) -> Any:
-    """A value of a typed table in JSON's types; dates and times as ISO 8601."""
+    """A value of a Parquet or Hub table in JSON's types; dates and times in ISO 8601."""
     if isinstance(value, datetime.date | datetime.time):
         return value.isoformat()
     if isinstance(value, Mapping):

@@ -1,4 +1,4 @@
-"""RealTimeQA (Kasai et al., 2022): questions of weekly news quizzes, with what was found about them in those weeks.
+"""RealTimeQA (Kasai et al., 2022): questions of weekly news quizzes, with the search results of those weeks.
 
 The public files have one week each. `<week>_qa.jsonl` holds the questions: `question_id`, `question_date`,
 `question_sentence`, `choices`, `answer` (the numbers of the right choices) and `evidence`. `<week>_gcs.jsonl` and
@@ -24,7 +24,7 @@ from mac_rag.errors import DataError
 
 SPLITS = ("test",)
 
-_QUESTIONS = re.compile(r"\d{8}_qa\.jsonl")  # and not those of other versions of the questions, such as _qa_nota
+_QUESTIONS = re.compile(r"\d{8}_qa\.jsonl")  # without other versions of the questions, such as _qa_nota
 _SEARCHES = ("gcs", "dpr")
 _DAY = re.compile(r"(\d{4})[/-](\d{2})[/-](\d{2})(?:/\d{2}:\d{2})?")
 _TAG = re.compile(r"<[^<>]*>")
@@ -33,16 +33,16 @@ _TAG = re.compile(r"<[^<>]*>")
 def read_realtimeqa(path: str | Path, split: str = "test") -> QADataset:
     """Reads all weeks in a folder, or one file of questions with the search results beside it.
 
-    The stream is everything that was found in searches, and the evidence of each question, which the quiz shows behind
-    its answer; in the order of their dates. A search result counts from its `publish_date` on, or from the day of the
-    search if it has none; evidence from the day of its question. A question is asked as of its own day, so what
-    was published later has no influence on the dated answer.
+    The stream consists of all search results, and of the evidence of each question, which the quiz shows after the
+    answer, in the order of their dates. A search result counts from its `publish_date` on, or from the day of the
+    search if it has none; evidence counts from the day of its question. A question has its own day as `as_of`, so
+    documents that were published later have no influence on the dated answer.
 
     Choices are not shown: an answer is the text of a right choice. Questions without a right choice are left out, and
-    so are those with neither evidence nor search results.
+    so are questions with neither evidence nor search results.
 
     Args:
-        path: a folder, of a year or of several, or a file `<week>_qa.jsonl`.
+        path: a folder, of one year or of several, or a file `<week>_qa.jsonl`.
         split: `test`, the only one.
 
     Raises:
@@ -53,10 +53,10 @@ def read_realtimeqa(path: str | Path, split: str = "test") -> QADataset:
     questions: dict[str, Question] = {}
     unanswered = unfounded = unsearched = 0
     for file in weeks:
-        found = list(_found(file))
-        unsearched += not found
-        searched = {question_id for question_id, _ in found}
-        for _, document in found:
+        results = list(_search_results(file))
+        unsearched += not results
+        searched = {question_id for question_id, _ in results}
+        for _, document in results:
             first = documents.get(document.id)
             if first is None or document.metadata["date"] < first.metadata["date"]:
                 documents[document.id] = document
@@ -73,7 +73,7 @@ def read_realtimeqa(path: str | Path, split: str = "test") -> QADataset:
             if (known := questions.get(question_id)) is not None:
                 if (known.question, known.answers) == (question.question, question.answers):
                     continue  # some files repeat rows
-                question = replace(question, id=f"{file.name[:8]}:{question_id}")  # and some have an id of another week
+                question = replace(question, id=f"{file.name[:8]}:{question_id}")  # some repeat an id of another week
                 if question.id in questions:
                     raise DataError(f"{where}: {question_id!r:.200} is the id of another question in this file")
             if evidence is not None:
@@ -83,13 +83,13 @@ def read_realtimeqa(path: str | Path, split: str = "test") -> QADataset:
             questions[question.id] = question
     notes = []
     if unanswered:
-        notes.append(f"{unanswered:,} questions are left out, which name no right choice")
+        notes.append(f"{unanswered:,} questions are left out, because they name no right choice")
     if unfounded:
-        notes.append(f"{unfounded:,} questions are left out, which have neither evidence nor search results")
+        notes.append(f"{unfounded:,} questions are left out, because they have neither evidence nor search results")
     if unsearched:
         notes.append(
             f"{unsearched:,} of {len(weeks):,} weeks have no search results (_gcs.jsonl, _dpr.jsonl) beside their "
-            "questions; their evidence alone is in the stream"
+            "questions; the stream has only their evidence"
         )
     ordered = sorted(documents.values(), key=lambda document: str(document.metadata["date"]))
     return QADataset("realtimeqa", split, tuple(ordered), tuple(questions.values()), tuple(notes))
@@ -100,8 +100,8 @@ def _weeks(path: Path) -> list[Path]:
     files = [path] if path.is_file() else [file for file in path.rglob("*.jsonl") if _QUESTIONS.fullmatch(file.name)]
     if not files or not all(_QUESTIONS.fullmatch(file.name) for file in files):
         raise DataError(
-            f"{path} is no file <week>_qa.jsonl of RealTimeQA, such as 20230106_qa.jsonl, and no folder that holds "
-            "one; they are in past/ and backnumber/ of https://github.com/realtimeqa/realtimeqa_public"
+            f"{path} is neither a file <week>_qa.jsonl of RealTimeQA, such as 20230106_qa.jsonl, nor a folder that "
+            "holds one; these files are in past/ and backnumber/ of https://github.com/realtimeqa/realtimeqa_public"
         )
     return sorted(files, key=lambda file: file.name)
 
@@ -110,8 +110,8 @@ def _rows(file: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
     return ((row.where, row.values) for row in read_rows(file))
 
 
-def _found(file: Path) -> Iterator[tuple[str, Document]]:
-    """Everything that was found for the questions of a week, with the id of the question."""
+def _search_results(file: Path) -> Iterator[tuple[str, Document]]:
+    """Yields the search results for the questions of a week, each after the id of its question."""
     for kind in _SEARCHES:
         results = file.with_name(file.name.replace("_qa.jsonl", f"_{kind}.jsonl"))
         if not results.is_file():
@@ -128,7 +128,7 @@ def _found(file: Path) -> Iterator[tuple[str, Document]]:
 
 
 def _document(item: Any, searched: str, where: str) -> Document | None:
-    """A search result; None for one whose page had no text."""
+    """A search result as a document; None if its page had no text."""
     if not isinstance(item, Mapping):
         raise DataError(f"{where}: it must be an object, got {item!r:.80}")
     texts = [item.get(field) for field in ("title", "text")]
@@ -140,10 +140,10 @@ def _document(item: Any, searched: str, where: str) -> Document | None:
     _check(text, where)
     place = item.get("url") or item.get("doc_id")
     if not isinstance(place, str):
-        raise DataError(f"{where}: it has neither a url nor a doc_id")
+        raise DataError(f"{where}: it has neither a url nor a doc_id; give one")
     _check(place, where)
     day = _day(item, "publish_date", where) if item.get("publish_date") else searched
-    # A page changes from week to week, and each of its texts is a document.
+    # A page changes from week to week, so each of its versions is a document.
     return Document(f"{place}#{hashlib.sha256(text.encode()).hexdigest()[:12]}", text, {"date": day})
 
 
@@ -151,7 +151,7 @@ def _answers(row: Mapping[str, Any], where: str) -> tuple[str, ...]:
     choices, right = row.get("choices"), row.get("answer")
     if not isinstance(choices, list) or not all(isinstance(choice, str) for choice in choices):
         raise DataError(f"{where}: choices must be a list of texts, got {choices!r:.80}")
-    right = [right] if isinstance(right, str) else right  # in one of the public files
+    right = [right] if isinstance(right, str) else right  # one of the public files has a text
     if not isinstance(right, list) or not all(isinstance(number, str | int) for number in right):
         raise DataError(f"{where}: answer must be a list of numbers of choices, got {right!r:.80}")
     answers = []
@@ -184,13 +184,13 @@ def _text(row: Mapping[str, Any], field: str, where: str) -> str:
 
 
 def _day(row: Mapping[str, Any], field: str, where: str) -> str:
-    """A day such as 2023/01/05, with a time or without, in ISO 8601."""
+    """A day such as 2023/01/05, with or without a time, in ISO 8601."""
     value = row.get(field)
-    found = _DAY.fullmatch(value.strip()) if isinstance(value, str) else None
+    match = _DAY.fullmatch(value.strip()) if isinstance(value, str) else None
     try:
-        if found is None:
+        if match is None:
             raise ValueError
-        return date(*(int(part) for part in found.groups())).isoformat()
+        return date(*(int(part) for part in match.groups())).isoformat()
     except ValueError:
         raise DataError(f"{where}: {field} must be a day such as 2023/01/05, got {value!r:.80}") from None
 

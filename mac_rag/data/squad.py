@@ -14,20 +14,20 @@ from mac_rag.errors import DataError
 from mac_rag.untrusted_files import MalformedError, parse_json, read_unpacked
 
 HUB_REPOSITORY = "rajpurkar/squad"
-_LARGEST = 64 << 20  # bytes of a file of SQuAD's layout; SQuAD's own have half of that
+_LARGEST = 64 << 20  # most bytes of a file in SQuAD's layout, twice the size of SQuAD's own
 HUB_REVISION = "7b6d24c440a36b6815f21b70d25016731768db1f"
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
-    """The rows of one split.
+class SplitRange:
+    """The rows of an official file that make up one split.
 
     Attributes:
         file: name of the official file, without `.gz`.
         hub_split: name of that file's split on the Hub.
         start: first row (question) of the split.
         stop: first row after the split.
-        rows: number of questions in the whole file; a file with another number is not the one that was split.
+        rows: number of questions in the whole file, which identifies the file that the paper split.
     """
 
     file: str
@@ -38,18 +38,18 @@ class Part:
 
 
 PARTS = {
-    "qa_lt": Part("train-v1.1.json", "train", 0, 40_006, 87_599),
-    "qa_lt_val": Part("train-v1.1.json", "train", 40_006, 42_118, 87_599),
-    "train": Part("train-v1.1.json", "train", 42_118, 82_011, 87_599),
-    "val": Part("train-v1.1.json", "train", 82_011, 87_599, 87_599),
-    "test": Part("dev-v1.1.json", "validation", 0, 10_570, 10_570),
+    "qa_lt": SplitRange("train-v1.1.json", "train", 0, 40_006, 87_599),
+    "qa_lt_val": SplitRange("train-v1.1.json", "train", 40_006, 42_118, 87_599),
+    "train": SplitRange("train-v1.1.json", "train", 42_118, 82_011, 87_599),
+    "val": SplitRange("train-v1.1.json", "train", 82_011, 87_599, 87_599),
+    "test": SplitRange("dev-v1.1.json", "validation", 0, 10_570, 10_570),
 }
 SPLITS = tuple(PARTS)
 
 
 @dataclass(frozen=True, slots=True)
 class SquadRow:
-    """One question with its paragraph, as the official files and the Hub have it."""
+    """One question with its paragraph and its article's title, as in the official files and on the Hub."""
 
     title: str
     context: str
@@ -68,7 +68,7 @@ def read_squad(path: str | Path, split: str) -> QADataset:
         split: one of `SPLITS`.
 
     Raises:
-        DataError: when the file is missing or damaged, or has not the layout and size of SQuAD.
+        DataError: if the file is missing or damaged, or does not have the layout and size of SQuAD.
     """
     part = PARTS[split]
     file = _find(Path(path), part)
@@ -79,7 +79,7 @@ def download_squad(split: str) -> QADataset:
     """Reads one split from the Hugging Face Hub, at a pinned revision, through the `datasets` library and its cache.
 
     Raises:
-        DataError: when `datasets` is not installed or the Hub cannot be reached.
+        DataError: if `datasets` is not installed or the Hub cannot be reached.
     """
     part = PARTS[split]
     try:
@@ -115,10 +115,10 @@ def read_official(file: Path) -> Iterator[SquadRow]:
 
 
 def paragraph_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yields the questions of a file in SQuAD's layout, plain or gzipped, each after its place for messages.
+    """Yields the questions of a file in SQuAD's layout, plain or gzipped, each after its position for messages.
 
     The layout is `{"data": [{"title": ..., "paragraphs": [{"context": ..., "qas": [...]}]}]}`. A row has `document`,
-    `title` and what the file has in `qas`; a paragraph without questions is a row without `question`.
+    `title` and the fields of the question in `qas`; a paragraph without questions gives a row without `question`.
 
     Raises:
         DataError: for a file that cannot be read or has another layout; names the file, article and paragraph.
@@ -129,8 +129,8 @@ def paragraph_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
         raise DataError(f"{path} cannot be read: {error.strerror or error}") from None
     except (MalformedError, DataError) as error:
         raise DataError(
-            f"{path} is not a SQuAD file in the official JSON layout: {error}; give data of another form as "
-            "JSON Lines, one question a line, in a file that ends in .jsonl"
+            f"{path} is not a SQuAD file in the official JSON layout: {error}; give data in another form as "
+            "JSON Lines, one question per line, in a file that ends in .jsonl"
         ) from None
     for number, article in enumerate(articles, 1):
         place = f"{path}, article {number}"
@@ -162,12 +162,12 @@ def _field(value: Any, name: str, kind: type, where: str) -> Any:
 
 
 def read_hub_rows(table: Iterable[dict[str, Any]]) -> Iterator[SquadRow]:
-    """Yields the questions of the Hub's table, in which the texts of `answers` are a list."""
+    """Yields the questions of the Hub's table, where `answers` holds a list of texts."""
     for row in table:
         yield SquadRow(row["title"], row["context"], row["id"], row["question"], tuple(row["answers"]["text"]))
 
 
-def select_rows(rows: Sequence[SquadRow], part: Part, split: str, source: str) -> QADataset:
+def select_rows(rows: Sequence[SquadRow], part: SplitRange, split: str, source: str) -> QADataset:
     """The documents and questions of one split.
 
     The id of a document is the title of its article, reduced to letters, digits, `.`, `_` and `-`, and the number of
@@ -180,13 +180,13 @@ def select_rows(rows: Sequence[SquadRow], part: Part, split: str, source: str) -
         source: name of the file or table, for messages.
 
     Raises:
-        DataError: when `rows` has not the size of the file that the paper split, or a row has no text, question or
+        DataError: if the number of rows is not that of the file that the paper split, or a row has no text, question or
             answer.
     """
     if len(rows) != part.rows:
         raise DataError(
-            f"{source} has {len(rows):,} questions, not the {part.rows:,} of SQuAD's {part.file}; the paper's split "
-            f"{split!r} is a range of that file's rows and means nothing in another"
+            f"{source} has {len(rows):,} questions, not the {part.rows:,} of SQuAD's {part.file}; give that file, "
+            f"because the paper's split {split!r} is a range of its rows"
         )
     documents: dict[tuple[str, str], Document] = {}
     paragraphs: Counter[str] = Counter()
@@ -205,9 +205,9 @@ def select_rows(rows: Sequence[SquadRow], part: Part, split: str, source: str) -
     return QADataset("squad", split, tuple(documents.values()), tuple(questions))
 
 
-def _find(path: Path, part: Part) -> Path:
+def _find(path: Path, part: SplitRange) -> Path:
     candidates = [path / part.file, path / f"{part.file}.gz"] if path.is_dir() else [path]
     for file in candidates:
         if file.is_file():
             return file
-    raise DataError(f"there is no {' or '.join(map(str, candidates))}")
+    raise DataError(f"there is no {' or '.join(map(str, candidates))}; give the folder that holds it")

@@ -16,8 +16,8 @@ _COLUMNS = ("text", "question", "answers")
 def read_streamingqa(path: str | Path, split: str) -> QADataset:
     """Reads one split. Its rows are the stream; rows with the same text are about the same document.
 
-    The id of a document is a hash of its text, the same in every split and file. The column `answers` holds accepted
-    answers, separated by a backslash.
+    The id of a document is a hash of its text, so it is the same in every split and file. The column `answers` holds
+    the accepted answers, separated by backslashes.
 
     Args:
         path: folder with `<split>.csv`, or the file.
@@ -34,7 +34,7 @@ def read_streamingqa(path: str | Path, split: str) -> QADataset:
         documents.setdefault(document_id, Document(document_id, text))
         answers = shortest_first(row.filled("answers").split("\\"))
         if not answers:
-            raise row.fault("answers", "it holds separators but no answer")
+            raise row.fault("answers", "it holds separators but no answer; give one, or remove the row")
         question = row.filled("question").strip()
         questions.append(Question(f"{split}-{row.number}", question, answers, document_id))
     return QADataset("streamingqa", split, tuple(documents.values()), tuple(questions))

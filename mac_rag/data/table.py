@@ -1,4 +1,4 @@
-"""CSV files: errors name file, row and column; a file is written completely or not at all."""
+"""Reads and writes CSV files: errors name file, row and column; a file is written completely or not at all."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from mac_rag.untrusted_files import ROW, ROW_LINES, MalformedError, lines_of, op
 
 
 def raise_error(error: DataError) -> NoReturn:
-    """Raises an error: what is done about a bad row, unless it is to be left out."""
+    """Raises an error: the default for a bad row."""
     raise error from None
 
 
 class Place(NamedTuple):
-    """Where reading a file can go on: in front of one of its rows. Without values, its beginning.
+    """A position in a file, before one of its rows, at which reading can begin. The default is the file's beginning.
 
     Attributes:
-        rows: rows in front of it, without the header.
-        lines, size: lines and bytes in front of it.
+        rows: number of rows before it, without the header.
+        lines, size: numbers of lines and bytes before it.
     """
 
     rows: int = 0
@@ -40,8 +40,8 @@ class Row:
 
     Attributes:
         where: file and row, for messages.
-        place: where reading goes on with this row.
-        values: what it holds, by column or key; of a CSV file the text of each cell, exactly as in the file.
+        place: the position before this row.
+        values: column or key -> value; for a CSV file, the text of the cell, exactly as in the file.
     """
 
     where: str
@@ -50,7 +50,7 @@ class Row:
 
     @property
     def number(self) -> int:
-        """Number of the row; 1 for the first one."""
+        """Number of the row, from 1 on."""
         return self.place.rows + 1
 
     def filled(self, column: str) -> str:
@@ -61,7 +61,7 @@ class Row:
         """
         cell = str(self.values[column])
         if not cell.strip():
-            raise self.fault(column, "the cell is empty")
+            raise self.fault(column, "the cell is empty; fill it, or remove the row")
         return cell
 
     def fault(self, column: str, problem: str) -> DataError:
@@ -78,7 +78,7 @@ def read_table(
         file: the file.
         columns: the columns that the file must have; it may have others.
         start: where to begin, from `Row.place`.
-        refuse: takes the error of a row that is left out; by default, it is raised.
+        refuse: called with the error of a row that is left out; by default, it is raised.
 
     Raises:
         DataError: for a missing file or column, a row with too few or too many cells, broken quotes, or bytes that are
@@ -88,9 +88,9 @@ def read_table(
     try:
         stream = open_file(file, follow=True)
     except OSError as error:
-        raise DataError(f"{file} cannot be read: {error.strerror}") from None
+        raise DataError(f"{file} cannot be read: {error.strerror}; give a file that exists and is readable") from None
     except MalformedError as error:
-        raise DataError(f"{file} cannot be read: {error}") from None
+        raise DataError(f"{file} cannot be read: {error}; give a file") from None
     with stream:
         lines = _Lines(stream)
         reader = csv.reader(lines, strict=True)
@@ -113,7 +113,7 @@ def read_table(
                 place = Place(place.rows + bool(cells), lines.count, lines.size)
         except (csv.Error, MalformedError) as error:
             where = f"row {place.rows + 1} (line {place.lines + 1})"
-            raise DataError(f"{file}, {where}: not well-formed CSV: {error}") from None
+            raise DataError(f"{file}, {where}: not well-formed CSV: {error}; correct the row") from None
 
 
 def _check_header(file: Path, header: Sequence[str], columns: Sequence[str]) -> None:
@@ -129,10 +129,10 @@ def _check_header(file: Path, header: Sequence[str], columns: Sequence[str]) -> 
 
 
 class _Lines:
-    """The lines of a CSV file as texts; those of one row are bounded together.
+    """The lines of a CSV file as texts, with a common bound for all lines of one row.
 
     Attributes:
-        count, size: lines and bytes of the file up to here.
+        count, size: numbers of lines and bytes read so far.
     """
 
     def __init__(self, file: BinaryIO) -> None:
@@ -149,7 +149,7 @@ class _Lines:
         self.row_ends()
 
     def row_ends(self) -> None:
-        """Begins a row."""
+        """Ends a row; the next line begins another."""
         self._row_count, self._row_size = self.count, self.size
 
     def __iter__(self) -> _Lines:
@@ -191,7 +191,7 @@ def _check_text(cell: str, fault: Callable[[str], DataError]) -> None:
 
 
 def write_table(file: Path, columns: Sequence[str], rows: Iterable[Mapping[str, str]]) -> None:
-    """Writes a CSV file in UTF-8. A file of that name is replaced only when all rows are written.
+    """Writes a CSV file in UTF-8. An existing file is replaced only after all rows have been written.
 
     Raises:
         DataError: for a cell with NUL, which could not be read again.
@@ -206,13 +206,13 @@ def _csv_lines(columns: Sequence[str], rows: Iterable[Mapping[str, str]]) -> Ite
     for cells in chain([dict(zip(columns, columns))], rows):
         fault = next((column for column, cell in cells.items() if "\0" in cell), None)
         if fault is not None:
-            raise DataError(f"a cell of column {fault!r} has NUL, which no text has: {cells[fault]!r:.80}")
+            raise DataError(f"a cell of column {fault!r} has NUL, which no text has: {cells[fault]!r:.80}; remove it")
         line = io.StringIO(newline="")
         csv.DictWriter(line, columns).writerow(cells)
         yield line.getvalue().encode()
 
 
 def split_file(path: str | Path, split: str) -> Path:
-    """The file of a split: `<split>.csv` if `path` is a folder, else `path`."""
+    """The file of a split: `<split>.csv` in `path` if it is a folder, otherwise `path`."""
     path = Path(path)
     return path / f"{split}.csv" if path.is_dir() else path

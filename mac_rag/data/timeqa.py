@@ -1,7 +1,7 @@
-"""Time-Sensitive QA (Chen et al., 2021): Wikipedia's pages by paragraphs, and questions that each name a time.
+"""Time-Sensitive QA (Chen et al., 2021): paragraphs of Wikipedia's pages, and questions that each name a time.
 
-The human-annotated files are lists of pages: `{"index", "type", "link", "questions", "paras"}`. A question is its text
-with answers, each with the number of its paragraph, `para`. An answer without text says that the page has none.
+The human-annotated files are lists of pages: `{"index", "type", "link", "questions", "paras"}`. A question is a text
+with answers, each with the number of its paragraph, `para`. An answer without text means that the page has none.
 """
 
 from __future__ import annotations
@@ -25,17 +25,18 @@ _FILES = {
     "val": "human_annotated_train.json",
     "test": "human_annotated_test.json",
 }
-_LARGEST = 256 << 20  # bytes of a file; the official ones have less than 10 million
+_LARGEST = 256 << 20  # most bytes of a file; the official ones have less than 10 million
 _VAL = 10  # one page of the training file in so many is the split val
 _BEFORE_ALL = "0001-01-01"
+_REMEDY = "the files are in dataset/ of https://github.com/wenhuchen/Time-Sensitive-QA"
 
-# Numbers of four digits that may be years; not a part of a longer number, as in 1,250 or 1993.5.
+# Numbers of four digits that may be years, but not as a part of a longer number, such as 1,250 or 1993.5.
 _FIGURES, _END = r"1\d{3}|20[0-2]\d", r"(?!\d|[.,]\d)"
 _YEAR = re.compile(rf"(?<![\d.,])(?:{_FIGURES}){_END}")
 _MONTHS = "january february march april may june july august september october november december".split()
 _MONTH = "|".join(["sept", *(f"{name[:3]}(?:{name[3:]})?" for name in _MONTHS)])
 _WORD = r"[a-z]{3,9}"  # "late", "early"
-# Of a period its last moment, of which the year may have fewer digits.
+# A period; the groups are month and year of its end. The year may have fewer digits.
 _PERIOD = re.compile(
     rf"\b(?:from|between)\s+(?:{_WORD}\.?\s+){{,2}}\d{{1,4}}\s+(?:to|and|until)\s+"
     rf"(?:(?:{_WORD}\s+)??(?P<month>{_MONTH})\.?\s+|{_WORD}\s+)?(?P<year>\d{{1,4}}){_END}",
@@ -45,15 +46,15 @@ _POINT = re.compile(rf"(?:\b(?P<month>{_MONTH})\.?\s+)?(?<![\d.,])(?P<year>{_FIG
 
 
 def read_timeqa(path: str | Path, split: str) -> QADataset:
-    """Reads one split. The paragraphs are the stream, each with its page's title in front of it.
+    """Reads one split. The paragraphs are the stream, each with its page's title in front.
 
-    A paragraph has the date of the first year that it names, from which on what it says can be known: a paragraph on a
-    career from 1996 to 2003 counts from 1996. One without a year has the date of the paragraph before it on its page,
-    and in front of all years the first year of the page; a page without years counts always. Years before 1000 are not
-    told apart from other numbers.
+    The date of a paragraph is the earliest year that it names, because its content can be known from then on: a
+    paragraph about a career from 1996 to 2003 counts from 1996. A paragraph without a year has the date of the
+    paragraph before it or, if there is none with a year before it, the earliest year of the page. A page without years
+    always counts. Years before 1000 cannot be distinguished from other numbers.
 
-    A question is asked as of the last day of the time that it names: "from 1999 to Apr 2000" as of 2000-04-30. It has
-    no such moment where it names no time, or one before 1000. Questions without an answer on their page are left out.
+    The `as_of` of a question is the last day of the time that it names: 2000-04-30 for "from 1999 to Apr 2000". It is
+    None if the question names no time, or one before 1000. Questions without an answer on their page are left out.
 
     Args:
         path: folder with `human_annotated_train.json` and `human_annotated_test.json` (or `.json.gz`), or the file.
@@ -69,28 +70,28 @@ def read_timeqa(path: str | Path, split: str) -> QADataset:
     unanswerable = 0
     for number, page in enumerate(_pages(file), 1):
         place = f"{file}, page {number}"
-        name, paragraphs, asked = _fields(page, place)
+        name, paragraphs, listed = _fields(page, place)
         if split != "test" and _is_val(name) != (split == "val"):
             continue
         for document in _documents(name, paragraphs, place):
             if documents.setdefault(document.id, document) != document:
                 raise DataError(f"{place}: paragraph {document.id!r:.200} has another text on an earlier page")
-        for position, (text, answers) in enumerate(_questions(asked, paragraphs, place), 1):
+        for position, (text, answers) in enumerate(_questions(listed, paragraphs, place), 1):
             if not answers:
                 unanswerable += 1
                 continue
             accepted = shortest_first(answer for answer, _ in answers)
             gold = f"{name}#{answers[0][1]}"
             questions.append(Question(f"{page['index']}-{position}", text, accepted, gold, asked_as_of(text)))
-    left_out = f"{file}: {unanswerable:,} questions are left out, which their pages do not answer"
+    left_out = f"{file}: {unanswerable:,} questions are left out, because their pages do not answer them"
     notes = (left_out,) if unanswerable else ()
     return QADataset("timeqa", split, tuple(documents.values()), tuple(questions), notes)
 
 
 def asked_as_of(question: str) -> str | None:
-    """The last day of the time that a question names; None where it names none after the year 1000.
+    """The last day of the time that a question names; None if it names none from the year 1000 on.
 
-    Of several times the last period counts ("from 1976 to 1990"), or the last year if there is no period.
+    If it names several times, the last period counts ("from 1976 to 1990"), or the last year if there is no period.
 
     Examples:
         >>> asked_as_of("Which club did Pluskal, born in 1930, play for from 1969 to Feb 1970?")
@@ -98,12 +99,12 @@ def asked_as_of(question: str) -> str | None:
         >>> asked_as_of("Which title did Levitina get in 1976?")
         '1976-12-31'
     """
-    found = [*_PERIOD.finditer(question)] or [*_POINT.finditer(question)]
-    if not found or int(found[-1]["year"]) < 1000:
+    matches = [*_PERIOD.finditer(question)] or [*_POINT.finditer(question)]
+    if not matches or int(matches[-1]["year"]) < 1000:
         return None
-    year = int(found[-1]["year"])
-    named = (found[-1]["month"] or "december")[:3].lower()
-    month = next(number for number, name in enumerate(_MONTHS, 1) if name.startswith(named))
+    year = int(matches[-1]["year"])
+    month_name = (matches[-1]["month"] or "december")[:3].lower()
+    month = next(number for number, name in enumerate(_MONTHS, 1) if name.startswith(month_name))
     return f"{year}-{month:02d}-{calendar.monthrange(year, month)[1]}"
 
 
@@ -142,39 +143,39 @@ def _pages(file: Path) -> list[Any]:
     try:
         pages = parse_json(read_unpacked(file, _LARGEST))
     except (OSError, ValueError) as error:
-        raise DataError(f"{file} is no file of Time-Sensitive QA: {error}") from None
+        raise DataError(f"{file} is not a file of Time-Sensitive QA: {error}; {_REMEDY}") from None
     if not isinstance(pages, list):
-        raise DataError(f"{file} is no file of Time-Sensitive QA: it holds no list of pages")
+        raise DataError(f"{file} is not a file of Time-Sensitive QA: it holds no list of pages; {_REMEDY}")
     return pages
 
 
 def _fields(page: Any, place: str) -> tuple[str, list[str], list[Any]]:
     """The name, paragraphs and questions of a page."""
     if not isinstance(page, dict):
-        raise DataError(f"{place} is no object with index, link, questions and paras")
+        raise DataError(f"{place} must be an object with index, link, questions and paras, got {page!r:.80}")
     for field in ("index", "link"):
         if not isinstance(page.get(field), str) or not page[field].strip():
             raise DataError(f"{place}: {field} must be a text, got {page.get(field)!r:.80}")
-    paragraphs, asked = page.get("paras"), page.get("questions")
+    paragraphs, questions = page.get("paras"), page.get("questions")
     if not isinstance(paragraphs, list) or not all(isinstance(text, str) for text in paragraphs):
         raise DataError(f"{place}: paras must be a list of texts, got {paragraphs!r:.80}")
     if not paragraphs or not paragraphs[0].strip():
         raise DataError(f"{place}: the first paragraph must be the page's title")
-    if not isinstance(asked, list):
-        raise DataError(f"{place}: questions must be a list, got {asked!r:.80}")
-    return page["link"].removeprefix("/wiki/"), paragraphs, asked
+    if not isinstance(questions, list):
+        raise DataError(f"{place}: questions must be a list, got {questions!r:.80}")
+    return page["link"].removeprefix("/wiki/"), paragraphs, questions
 
 
 def _questions(
-    asked: Sequence[Any], paragraphs: Sequence[str], place: str
+    listed: Sequence[Any], paragraphs: Sequence[str], place: str
 ) -> Iterator[tuple[str, list[tuple[str, int]]]]:
-    """Each question with its answers and the numbers of their paragraphs; no answer where the page has none."""
-    for number, item in enumerate(asked, 1):
+    """Yields each question with its answers and the numbers of their paragraphs; no answers if the page has none."""
+    for number, item in enumerate(listed, 1):
         where = f"{place}, question {number}"
         if not (isinstance(item, list) and len(item) == 2 and isinstance(item[0], str) and isinstance(item[1], list)):
             raise DataError(f"{where}: it must be a text and a list of answers, got {item!r:.80}")
         text, answers = item
-        found = []
+        numbered = []
         for answer in answers:
             if not isinstance(answer, dict) or not isinstance(answer.get("answer"), str):
                 raise DataError(f"{where}: an answer must be an object with a text 'answer', got {answer!r:.80}")
@@ -184,14 +185,14 @@ def _questions(
                     f"{where}: para must be the number of one of {len(paragraphs):,} paragraphs, got {paragraph!r:.80}"
                 )
             if answer["answer"].strip():
-                found.append((answer["answer"], paragraph))
+                numbered.append((answer["answer"], paragraph))
         try:
             check_text(text)
-            for answer_text, _ in found:
+            for answer_text, _ in numbered:
                 check_text(answer_text)
         except DocumentError as error:
             raise DataError(f"{where}: {error}") from None
-        yield text.strip(), found
+        yield text.strip(), numbered
 
 
 def _find(path: Path, name: str) -> Path:
@@ -199,7 +200,4 @@ def _find(path: Path, name: str) -> Path:
     for file in candidates:
         if file.is_file():
             return file
-    raise DataError(
-        f"there is no {' or '.join(map(str, candidates))}; the files are in dataset/ of "
-        "https://github.com/wenhuchen/Time-Sensitive-QA"
-    )
+    raise DataError(f"there is no {' or '.join(map(str, candidates))}; {_REMEDY}")

@@ -18,8 +18,8 @@ class Document:
     Attributes:
         id: id of the document, unique within its data set; its key in the memory bank.
         text: text of the document.
-        metadata: provenance such as `title` and `date`, stored with the memory tokens; must fit into JSON. Two keys
-            have a meaning of their own: `date` and `supersedes`, see the properties.
+        metadata: provenance such as `title` and `date`, stored with the memory tokens; JSON must be able to hold it.
+            Two keys have a special meaning: `date` and `supersedes`, see the properties.
 
     Examples:
         >>> bridge = Document("bridge", "Anna Berg opened the bridge.", {"date": "2004-05", "supersedes": "plan"})
@@ -35,10 +35,10 @@ class Document:
     def date(self) -> datetime | None:
         """The moment from which the document counts, in UTC: `date` of its metadata, see `mac_rag.data.dates`.
 
-        None without one: it then counts from the moment at which a bank adapts to it.
+        None if there is none; the document then counts from the moment at which a bank adapts to it.
 
         Raises:
-            DataError: for what is no date, or can be read in two ways.
+            DataError: if it is not a date, or can be read in two ways.
         """
         return date_in(self.metadata)
 
@@ -47,7 +47,7 @@ class Document:
         """Ids of the documents that stop counting when this one counts: `supersedes` of its metadata, one or a list.
 
         Raises:
-            DataError: for anything but ids.
+            DataError: if it is neither an id nor a list of ids.
         """
         return superseded_in(self.metadata)
 
@@ -59,12 +59,12 @@ class Question:
     Attributes:
         id: id of the question, unique within its data set.
         question: text of the question.
-        answers: all accepted answers; the first one is used in training. Empty where no answer is known: such
-            questions can be trained on by distillation.
-        document_id: id of the document that contains the answer; None if nobody knows which one does.
-        as_of: the moment of the question, as `mac_rag.data.dates.read_date` takes it: what later documents say is no
-            answer to it. None for a question about all of the stream.
-        further_ids: ids of the documents that the answer needs beside `document_id`.
+        answers: all accepted answers; the first one is used in training. Empty if no answer is known; distillation can
+            train on such questions.
+        document_id: id of the document that contains the answer; None if it is not known.
+        as_of: the moment of the question, as `mac_rag.data.dates.read_date` takes it: later documents do not answer it.
+            None for a question about the whole stream.
+        further_ids: ids of further documents that the answer needs, besides `document_id`.
 
     Examples:
         >>> Question("q1", "Who opened the bridge?", ("Anna Berg", "Berg"), "bridge").answers[0]
@@ -87,7 +87,7 @@ class Question:
         """
         if self.document_id is None:
             raise DataError(
-                f"question {self.id!r:.200} names no document, and this needs the document of each question; "
+                f"question {self.id!r:.200} names no document, but the document of each question is needed here; "
                 "give the questions a document_id"
             )
         return self.document_id
@@ -102,7 +102,7 @@ class QADataset:
         split: name of the split.
         documents: all documents of the stream.
         questions: all questions about them.
-        notes: what was left out in reading, in sentences for the user.
+        notes: sentences for the user about what was left out.
 
     Examples:
         >>> documents = (Document("bridge", "Anna Berg opened the bridge."), Document("river", "A ferry on the river."))
@@ -119,7 +119,7 @@ class QADataset:
     notes: tuple[str, ...] = ()
 
     def questions_by_document(self) -> dict[str, list[Question]]:
-        """The questions of each document by its id; an empty list for a document without questions.
+        """Document id -> its questions; an empty list for a document without questions.
 
         Raises:
             DataError: for a question that names no document.
@@ -131,7 +131,7 @@ class QADataset:
 
 
 def shortest_first(answers: Iterable[str]) -> tuple[str, ...]:
-    """The distinct answers that are not blank: the shortest first, then the others in their order."""
+    """The distinct answers that are not blank, the shortest first, then the others in their order."""
     distinct = list(dict.fromkeys(filter(None, map(str.strip, answers))))
     if distinct:
         shortest = min(distinct, key=len)
@@ -144,14 +144,14 @@ def first_documents(dataset: QADataset, count: int) -> QADataset:
     """The first `count` documents of a stream, or all if there are fewer, with the questions that need no others.
 
     Raises:
-        ConfigError: when documents would be left out, and a question names no document: it may be about one of these.
+        ConfigError: if documents would be left out, and a question names no document: it may be about any of them.
     """
     if count >= len(dataset.documents):
         return dataset
     if any(question.document_id is None for question in dataset.questions):
         raise ConfigError(
-            f"the first {count:,} of {len(dataset.documents):,} documents are asked for, but the questions name no "
-            "documents, and their answers may stand in the others; take all documents"
+            f"only the first {count:,} of {len(dataset.documents):,} documents were requested, but the questions name "
+            "no documents, and their answers may be in the others; take all documents"
         )
     documents = dataset.documents[:count]
     ids = {document.id for document in documents}
@@ -163,11 +163,11 @@ def first_documents(dataset: QADataset, count: int) -> QADataset:
 
 @dataclass(frozen=True)
 class AdaptReport:
-    """What a call of `MACEngine.adapt` did.
+    """The result of a call of `MACEngine.adapt`.
 
     Attributes:
         added, updated, unchanged: numbers of documents.
-        rows: rows of memory tokens that were written.
+        rows: number of rows of memory tokens that were written.
         forgotten: ids of documents that the bank dropped, to make room or because they had been merged with one that
             was updated.
         filed: number of documents that were written to the retriever.
@@ -191,14 +191,14 @@ class Source:
 
     Attributes:
         document_id: id of the document.
-        share: the share of the question's attention in memory that goes to it, from 0 to 1; None if memory was not
-            asked, or does not hold the document.
+        share: its share of the question's attention to the memory, from 0 to 1; None if memory was not used, or does
+            not hold the document.
         retrieved: True if the LM read the document in front of the question.
-        date: the date of its metadata; None without one.
+        date: the date of its metadata; None if there is none.
         metadata: its metadata, as the bank keeps them; empty for a document that the bank does not hold.
-        text: what the LM read of it, or else the text that the bank keeps; None where there is neither.
-        span: where in `text` the sentence stands that holds most of the answer's words, at least half of them; None
-            where no sentence does.
+        text: its text as the LM read it, or else as the bank keeps it; None if there is neither.
+        span: start and end in `text` of the sentence that holds the most words of the answer, at least half of them;
+            None if there is no such sentence.
     """
 
     document_id: str
@@ -211,7 +211,7 @@ class Source:
 
     @property
     def sentence(self) -> str | None:
-        """The sentence that the answer rests on; None where none is known."""
+        """The sentence that the answer rests on; None if none is known."""
         return None if self.text is None or self.span is None else self.text[slice(*self.span)]
 
 
@@ -237,11 +237,11 @@ class Answer:
         discarded_prior: share of the document prior on documents that preselection left out; 0 without preselection.
         unread: share of the documents that had no influence because their shards were lost; 0 unless a bank in shards
             has `partial_answers`.
-        sources: the documents that it rests on, the first one most; empty unless they were asked for.
-        confidence: the probability that the LM's answer is right, as the model's calibration has it; None unless
+        sources: the documents that it rests on, the most important one first; empty unless they were requested.
+        confidence: the probability that the LM's answer is right, by the model's calibration; None unless
             `min_confidence` was given.
-        guess: the LM's answer where its confidence is below `min_confidence`, and `text` says "I don't know"; else
-            None.
+        guess: the LM's answer if its confidence is below `min_confidence`, so that `text` says "I don't know";
+            otherwise None.
     """
 
     text: str
@@ -256,5 +256,5 @@ class Answer:
 
     @property
     def said(self) -> str:
-        """What the LM said: the guess where there is one, or else the text."""
+        """The LM's own answer: the guess if there is one, otherwise the text."""
         return self.text if self.guess is None else self.guess

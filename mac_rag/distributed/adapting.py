@@ -20,7 +20,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from mac_rag.adapting import GROUP, Adapter, check_supersession, is_lacking
+from mac_rag.adapting import GROUP, DocumentWriter, check_supersession, is_lacking
 from mac_rag.config import BoundConfig
 from mac_rag.data.characters import shown_id
 from mac_rag.data.provenance import Member
@@ -29,7 +29,7 @@ from mac_rag.data.types import AdaptReport
 from mac_rag.distributed.cluster import connected_ray
 from mac_rag.distributed.groups import Found, Group
 from mac_rag.distributed.staging import Staging
-from mac_rag.distributed.workers import CPUS, Amortizer, Job, find_documents, from_row, to_row
+from mac_rag.distributed.workers import CPUS, Amortizer, BulkJob, find_documents, from_row, to_row
 from mac_rag.errors import BankError, ConfigError, WorkerError
 from mac_rag.memory.bank import MemoryBank
 from mac_rag.model import MACModel
@@ -78,7 +78,7 @@ class BulkAdapter:
         self._model = model
         self._name = name
         self._folder = folder
-        self._adapter = Adapter(model, bound)
+        self._writer = DocumentWriter(model, bound)
         self._synced = SyncedBank(bank, retriever)
         self._actors = actors
 
@@ -108,7 +108,7 @@ class BulkAdapter:
         bank = self._synced.bank
         self._finish()
         ray = _quietly_connected()
-        job = Job(Path.cwd(), tuple(files), self._name, self._model.fingerprint, on_long)
+        job = BulkJob(Path.cwd(), tuple(files), self._name, self._model.fingerprint, on_long)
         with _quiet():
             pending = _Pending(self._synced)
             with progress_bar("read", disable=not progress) as bar:
@@ -125,11 +125,11 @@ class BulkAdapter:
     def _finish(self) -> None:
         """Finishes a change that was interrupted between retriever and bank."""
         bank = self._synced.bank
-        if bank.intent and (count := self._synced.finish(partial(self._adapter.remember, bank))):
+        if bank.intent and (count := self._synced.finish(partial(self._writer.remember, bank))):
             _log.warning("finished an interrupted change of retriever and bank: %d documents", count)
 
-    def _amortize(self, ray: Any, job: Job, pending: _Pending, staging: Staging, progress: bool) -> dict[int, str]:
-        """Lets actors write the missing blocks; returns index of each group -> name of its block."""
+    def _amortize(self, ray: Any, job: BulkJob, pending: _Pending, staging: Staging, progress: bool) -> dict[int, str]:
+        """Has the blocks written that are not there; returns the name of each by the number of its group."""
         finished = staging.finished()
         keys = {number: job.key(group) for number, group in enumerate(pending.groups) if any(group.lacking)}
         blocks = {number: finished[key] for number, key in keys.items() if key in finished}
@@ -144,7 +144,7 @@ class BulkAdapter:
         return blocks
 
     def _amortized(
-        self, ray: Any, job: Job, missing: Sequence[tuple[int, Group]], staging: Staging
+        self, ray: Any, job: BulkJob, missing: Sequence[tuple[int, Group]], staging: Staging
     ) -> Iterator[dict[str, Any]]:
         from ray.data import ActorPoolStrategy
 
@@ -164,7 +164,7 @@ class BulkAdapter:
         return _messages(blocks)
 
     def _commit(
-        self, job: Job, pending: _Pending, staging: Staging, blocks: dict[int, str], progress: bool
+        self, job: BulkJob, pending: _Pending, staging: Staging, blocks: dict[int, str], progress: bool
     ) -> AdaptReport:
         """Puts the groups into retriever and bank, one after another."""
         if pending.groups:
@@ -183,7 +183,7 @@ class BulkAdapter:
                     phi, counts = staging.read(blocks[number], len(new), self._model.row_shape)
                     rows = {document.id: own for document, own in zip(new, counts)}
                     count += len(phi)
-                forgotten += self._adapter.write_encoded(self._synced, documents, phi, rows, pending.unfiled)
+                forgotten += self._writer.write_encoded(self._synced, documents, phi, rows, pending.unfiled)
                 if number in blocks:
                     staging.drop(blocks[number])
                 bar.advance(len(documents))
@@ -250,8 +250,8 @@ class _Pending:
         self.groups.append(Group.of(found, lacking))
 
 
-def _found(ray: Any, job: Job) -> Iterator[list[Found]]:
-    """The documents of all files, in order."""
+def _found(ray: Any, job: BulkJob) -> Iterator[list[Found]]:
+    """The documents of all files in their order."""
     if not job.files:
         return
     files = _dataset(ray, [{"file": number} for number in range(len(job.files))])

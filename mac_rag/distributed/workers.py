@@ -26,7 +26,7 @@ from mac_rag.distributed.groups import Found, Group
 from mac_rag.errors import ConfigError, DocumentError, FingerprintError, MACError, WorkerError
 
 if TYPE_CHECKING:
-    from mac_rag.adapting import Adapter
+    from mac_rag.adapting import DocumentWriter
 
 _log = logging.getLogger(__name__)
 
@@ -77,11 +77,11 @@ def _error(error: Exception) -> Batch:
 
 
 @dataclass(frozen=True)
-class Job:
-    """The settings of a call that all its workers share.
+class BulkJob:
+    """The common settings of all workers of one call.
 
     Attributes:
-        folder: current folder of the command; relative paths start there.
+        folder: current folder of the command, to which paths are relative.
         files: paths of all files.
         model: name or path of the model.
         fingerprint: fingerprint of the model.
@@ -112,8 +112,8 @@ class Job:
             yield
 
 
-def find_documents(batch: Batch, job: Job) -> Iterator[Batch]:
-    """Finds and checks the documents of a file.
+def find_documents(batch: Batch, job: BulkJob) -> Iterator[Batch]:
+    """Looks for the documents of a file, and at each of them.
 
     Args:
         batch: `{"file": ...}`, the index of the file.
@@ -150,7 +150,7 @@ class Amortizer:
         staging: folder of the blocks.
     """
 
-    def __init__(self, job: Job, staging: Path) -> None:
+    def __init__(self, job: BulkJob, staging: Path) -> None:
         self._job = job
         self._staging = staging
 
@@ -178,8 +178,8 @@ class Amortizer:
         new = group.new(group.read(self._job.files))
         key = self._job.key(group)
         self._begin(key, new)
-        plan = self._adapter.plan(new, MemoryBank(self._job.fingerprint), self._job.on_long)
-        phi = self._adapter.encode(new, plan)
+        plan = self._writer.plan(new, MemoryBank(self._job.fingerprint), self._job.on_long)
+        phi = self._writer.encode(new, plan)
         assert phi is not None  # a group comes here only if the bank lacks some of it
         rows = [len(plan[document.id]) for document in new]
         return write_block(self._staging, key, Block(phi, rows))
@@ -200,10 +200,10 @@ class Amortizer:
         )
 
     @cached_property
-    def _adapter(self) -> Adapter:
+    def _writer(self) -> DocumentWriter:
         import torch
 
-        from mac_rag.adapting import Adapter
+        from mac_rag.adapting import DocumentWriter
         from mac_rag.model import MACModel
 
         torch.set_num_threads(CPUS)
@@ -213,4 +213,4 @@ class Amortizer:
                 f"{self._job.model} is another model on {platform.node()} than where the command was called; install "
                 "the same model on all machines of the cluster"
             )
-        return Adapter(model, None)
+        return DocumentWriter(model, None)

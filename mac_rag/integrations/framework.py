@@ -1,4 +1,4 @@
-"""What LlamaIndex and LangChain both need: the LLM's name in messages, conversations, options, details, threads."""
+"""Code shared by the LlamaIndex and LangChain integrations: messages, conversations, options, details, threads."""
 
 from __future__ import annotations
 
@@ -33,61 +33,54 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Framework:
-    """The LLM of one framework, in words for errors and warnings.
+    """Wording about the LLM of one framework, for errors and warnings.
 
     Attributes:
         llm: the name of the class.
         options: the options of a call, as a list in a sentence.
-        other_llm: how to take another LLM for a request; a sentence.
-        behind_prompt: the remedy for a prompt in place of a question; it goes on behind that sentence.
-        behind_system: the same for a system message.
-        behind_tools: the same for the result of a tool, in a conversation that a checkpoint reads as a whole.
+        other_llm: how to use another LLM for a request; a sentence.
+        prompt_remedy: the remedy for a prompt in place of a question; it continues the sentence `other_llm`.
+        system_remedy: the same for a system message.
+        tool_remedy: the remedy for the result of a tool, for a checkpoint that reads whole conversations.
     """
 
     llm: str
     options: str
     other_llm: str
-    behind_prompt: str
-    behind_system: str
-    behind_tools: str
+    prompt_remedy: str
+    system_remedy: str
+    tool_remedy: str
 
 
 _lock = threading.Lock()
-_given: set[str] = set()
+_topics: set[str] = set()
 
 
 def first_time(topic: str) -> bool:
-    """True at the first call of this process with this topic.
+    """True for the first call with this topic in this process.
 
     Examples:
         >>> first_time("an example"), first_time("an example")
         (True, False)
     """
     with _lock:
-        is_first = topic not in _given
-        _given.add(topic)
+        is_first = topic not in _topics
+        _topics.add(topic)
         return is_first
 
 
-def forget_warnings() -> None:
-    """Lets every warning be given once more."""
-    with _lock:
-        _given.clear()
-
-
 def warn_of_empty_bank(what: str, bank: BankContents) -> None:
-    """Warns once for each bank that it is empty beside documents.
+    """Warns, once for each bank, that the bank is empty although there are documents.
 
     Args:
-        what: what happens because of it; it begins the sentence.
+        what: the consequence, which begins the message.
         bank: the bank.
     """
     place = "in this process's memory" if bank.folder is None else f"{bank.folder}"
     if first_time(f"empty bank {place}"):
         logger.warning(
             "%s: the memory bank %s is empty: it is not filled yet, or lost; open the bank that was filled, or fill "
-            "this one from an index, docstore or vector store: MemoryWriter.from_index(index, engine) (this is said "
-            "once)",
+            "this one from an index, docstore or vector store: MemoryWriter.from_index(index, engine) (shown once)",
             what,
             place,
         )
@@ -95,7 +88,7 @@ def warn_of_empty_bank(what: str, bank: BankContents) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """How one call is answered.
+    """Decoding options of one call.
 
     Attributes:
         sampling: how tokens are chosen, and what ends the answer.
@@ -112,17 +105,17 @@ def read_options(
     """The options of a call: `temperature`, `top_p`, `seed`, `stop` (a string or several) and `max_tokens`.
 
     Args:
-        options: the keyword arguments of the call; None stands for what the LLM does otherwise.
-        sampling, max_new_tokens: what the LLM does otherwise.
-        framework: the LLM, for errors.
+        options: the keyword arguments of the call; None as a value means the LLM's default.
+        sampling, max_new_tokens: the LLM's defaults.
+        framework: wording for errors.
 
     Raises:
         ConfigError: for a value outside of its range.
         MACError: for any other option, or a `max_tokens` below 1; names it.
     """
-    given = {name: value for name, value in options.items() if value is not None}
-    max_tokens = given.pop("max_tokens", max_new_tokens)
-    refused = {name: value for name, value in given.items() if name not in ("temperature", "top_p", "seed", "stop")}
+    values = {name: value for name, value in options.items() if value is not None}
+    max_tokens = values.pop("max_tokens", max_new_tokens)
+    refused = {name: value for name, value in values.items() if name not in ("temperature", "top_p", "seed", "stop")}
     if max_tokens is not None and (type(max_tokens) is not int or max_tokens < 1):
         refused["max_tokens"] = max_tokens
     if refused:
@@ -131,20 +124,20 @@ def read_options(
             f"{framework.llm} does not support {named}: its options are {framework.options}; it calls no tools by "
             "itself"
         )
-    if "stop" in given:
-        given["stop"] = (given["stop"],) if isinstance(given["stop"], str) else tuple(given["stop"])
-    return Options(replace(sampling, **given), max_tokens)
+    if "stop" in values:
+        values["stop"] = (values["stop"],) if isinstance(values["stop"], str) else tuple(values["stop"])
+    return Options(replace(sampling, **values), max_tokens)
 
 
 SOURCES = "mac_sources"  # the documents that an answer rests on
 CONFIDENCE = "mac_confidence"  # the probability that the LM's answer is right
 TRUNCATED = "mac_truncated"  # True if documents were cut or left out to fit the LM's window
-ATTENTION = "mac_attention"  # of a document: the share of the question's attention on it
-GUESS = "mac_guess"  # the LM's answer where the response says "I don't know"
+ATTENTION = "mac_attention"  # a document's share of the question's attention
+GUESS = "mac_guess"  # the LM's answer if the response says "I don't know" instead
 
 
 def details_of(answer: Answer) -> dict[str, Any]:
-    """Confidence, guess and sources of an answer, as far as they were asked for; JSON takes all of them."""
+    """Confidence, guess and sources of an answer, as far as they were requested, in values that JSON can hold."""
     details: dict[str, Any] = {}
     if answer.confidence is not None:
         details[CONFIDENCE] = answer.confidence
@@ -156,26 +149,26 @@ def details_of(answer: Answer) -> dict[str, Any]:
 
 
 def name_of(model: MACModel) -> str:
-    """A name for a model that is an object."""
+    """A name for a model that was given as an object."""
     return f"{model.config.base_lm.name} with MAC {model.fingerprint[:12]}"
 
 
-# What a framework's messages say: a conversation for a checkpoint that follows instructions, else one question.
+# A framework's messages are a conversation for a checkpoint that follows instructions, and one question for any other.
 #
-# A checkpoint that reads question and context only follows no instructions. Asked to choose, judge, extract or rewrite,
-# it would answer some question from memory, and the framework would take that for a choice, a verdict or a new
-# question. So such requests are refused.
+# A checkpoint that reads only question and context follows no instructions. If a component told it to choose, judge,
+# extract or rewrite, it would answer some question from memory, and the framework would take that for a choice, a
+# verdict or a new question. So such requests are refused.
 _LABEL = re.compile(r"\s*[^\s:][^\n:]{0,40}:(?:\s|$)")
 
 
 @dataclass(frozen=True, slots=True)
-class Said:
-    """A message of a framework.
+class PlainMessage:
+    """A message of either framework.
 
     Attributes:
         role: `system`, `user`, `assistant`, or the framework's name of any other role, such as a tool.
         text: its text.
-        others: kinds of content in it that are no text, such as images.
+        others: kinds of its content other than text, such as images.
     """
 
     role: str
@@ -183,54 +176,56 @@ class Said:
     others: tuple[str, ...] = ()
 
 
-def read_conversation(said: Sequence[Said], framework: Framework) -> tuple[Message, ...]:
+def read_conversation(messages: Sequence[PlainMessage], framework: Framework) -> tuple[Message, ...]:
     """The messages as a checkpoint that follows instructions reads them.
 
     Raises:
-        MACError: for results of tools, and for anything but text.
+        MACError: for results of tools, and for content other than text.
     """
-    messages = []
-    for one in said:
+    conversation = []
+    for one in messages:
         if one.role not in ("system", "user", "assistant"):
             raise MACError(
                 f"{framework.llm} reads messages of the system, the user and the assistant, not of the role "
-                f"{one.role!r}; it calls no functions{framework.behind_tools}"
+                f"{one.role!r}; it calls no functions{framework.tool_remedy}"
             )
         if one.others:
             raise MACError(
-                f"{framework.llm} reads text only, but a message of the {one.role} holds {', '.join(one.others)}"
+                f"{framework.llm} reads text only, but a message of the {one.role} holds {', '.join(one.others)}; "
+                "leave that out"
             )
-        messages.append(Message(one.role, one.text))  # type: ignore[arg-type]
-    return tuple(messages)
+        conversation.append(Message(one.role, one.text))  # type: ignore[arg-type]
+    return tuple(conversation)
 
 
-def last_question(said: Sequence[Said], framework: Framework) -> str:
+def last_question(messages: Sequence[PlainMessage], framework: Framework) -> str:
     """The last user message, which is the question; warns once if there is an earlier conversation.
 
     Raises:
-        InstructionError: for system messages, calls of tools, or a prompt in place of a question.
-        MACError: when there is no user message, or it holds more than text.
+        InstructionError: for system messages, results of tools, or a prompt in place of a question.
+        MACError: if there is no user message, or it holds more than text.
     """
-    for one in said:
+    for one in messages:
         if one.role == "system" and one.text.strip():
             refuse_system_message(one.text, framework)
         if one.role not in ("system", "user", "assistant"):
             refuse("the chat holds the result of a tool", framework)
-    users = [one for one in said if one.role == "user"]
+    users = [one for one in messages if one.role == "user"]
     if not users:
-        raise MACError(f"{framework.llm} answers the last user message, and there is none among the messages")
+        raise MACError(f"{framework.llm} answers the last user message, but the chat has none; add one")
     if users[-1].others:
         raise MACError(
-            f"{framework.llm} reads text only, but the last user message holds: {', '.join(users[-1].others)}"
+            f"{framework.llm} reads text only, but the last user message holds: {', '.join(users[-1].others)}; "
+            "leave that out"
         )
     check_question(users[-1].text, framework)
-    if len(said) > 1:
+    if len(messages) > 1:
         warn_of_history()
     return users[-1].text
 
 
 def check_question(text: str, framework: Framework) -> None:
-    """Checks that a text handed over as a whole is a question, and not a prompt to complete.
+    """Checks that a text without a template is a question, and not a prompt to complete.
 
     A prompt has several paragraphs, lines that begin with a label ("Query: ..."), or an open label at its end
     ("Answer:"). A question has none of these, though it may have several lines.
@@ -241,7 +236,7 @@ def check_question(text: str, framework: Framework) -> None:
     body = text.strip()
     lines = body.splitlines()
     if body.endswith(":") or "" in (line.strip() for line in lines) or any(_LABEL.match(line) for line in lines[1:]):
-        refuse(f"it is a prompt to complete, not a question ({_beginning(body)!r})", framework, framework.behind_prompt)
+        refuse(f"it is a prompt to complete, not a question ({_beginning(body)!r})", framework, framework.prompt_remedy)
 
 
 def refuse(reason: str, framework: Framework, remedy: str = "") -> NoReturn:
@@ -249,8 +244,8 @@ def refuse(reason: str, framework: Framework, remedy: str = "") -> NoReturn:
 
     Args:
         reason: what the request asks for; it ends the sentence "MACLLM cannot serve this request: ...".
-        framework: the LLM.
-        remedy: a remedy of this request beside the general one.
+        framework: wording for the error.
+        remedy: a remedy for this request, in addition to the general one.
     """
     raise InstructionError(
         f"{framework.llm} cannot serve this request: {reason}. The checkpoint reads a question and its context, and "
@@ -261,7 +256,7 @@ def refuse(reason: str, framework: Framework, remedy: str = "") -> NoReturn:
 
 def refuse_system_message(text: str, framework: Framework) -> NoReturn:
     """Raises the error for a system message."""
-    refuse(f"the chat has a system message or system prompt ({_beginning(text)!r})", framework, framework.behind_system)
+    refuse(f"the chat has a system message or system prompt ({_beginning(text)!r})", framework, framework.system_remedy)
 
 
 def warn_of_history() -> None:
@@ -269,7 +264,7 @@ def warn_of_history() -> None:
     if first_time("history"):
         logger.warning(
             "the checkpoint does not read the earlier messages of a chat: each question has to be complete by itself "
-            "(this is said once)"
+            "(shown once)"
         )
 
 
@@ -281,15 +276,15 @@ def _beginning(text: str) -> str:
 _Arguments = ParamSpec("_Arguments")
 _Result = TypeVar("_Result")
 
-# Two full batches of the engine: one that it answers, and one that waits. asyncio's own threads, six on two cores,
-# would be the largest batch.
+# Two full batches of the engine: one that it answers, and one that waits. With asyncio's own threads, six on two cores,
+# no batch could be larger than six.
 _THREADS = 64
 
 
 async def in_thread(
     function: Callable[_Arguments, _Result], *args: _Arguments.args, **kwargs: _Arguments.kwargs
 ) -> _Result:
-    """As `asyncio.to_thread`, in one of many threads."""
+    """As `asyncio.to_thread`, but with `_THREADS` threads."""
     call = partial(contextvars.copy_context().run, function, *args, **kwargs)
     return await asyncio.get_running_loop().run_in_executor(_pool(), call)
 
@@ -299,7 +294,7 @@ def _pool() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(_THREADS, thread_name_prefix="mac_rag")
 
 
-if hasattr(os, "register_at_fork"):  # a forked process has the pool, but none of its threads
+if hasattr(os, "register_at_fork"):  # a forked process inherits the pool without its threads
     os.register_at_fork(after_in_child=_pool.cache_clear)
 
 
@@ -307,13 +302,13 @@ _Filters = TypeVar("_Filters")
 
 
 class PassingDocuments(Container[str], ABC, Generic[_Filters]):
-    """The ids of the documents in an engine's bank that pass; it follows changes of the bank.
+    """The ids of the documents in an engine's bank that pass filters. Follows changes of the bank.
 
     A document that the bank does not hold never passes.
 
     Args:
         engine: the engine of the bank.
-        filters: what tells; objects with equal filters are equal.
+        filters: the filters; objects with equal filters are equal.
     """
 
     def __init__(self, engine: MACEngine, filters: _Filters) -> None:
@@ -323,7 +318,7 @@ class PassingDocuments(Container[str], ABC, Generic[_Filters]):
 
     @property
     def key(self) -> object:
-        """Equal for filters that let the same documents pass."""
+        """A key that is equal for filters that let the same documents pass."""
         return self.filters
 
     @abstractmethod
@@ -336,7 +331,7 @@ class PassingDocuments(Container[str], ABC, Generic[_Filters]):
     def __len__(self) -> int:
         return len(self._current())
 
-    # Requests that are filtered alike are answered in one batch, though each has an object of its own.
+    # Equality lets requests with equal filters share a batch, although each has an object of its own.
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, PassingDocuments):
             return NotImplemented
@@ -362,11 +357,11 @@ def remembers(engine: MACEngine, allowed: PassingDocuments[Any] | None, as_of: A
 
     Args:
         engine: the engine of the bank.
-        allowed: documents that may; None for all.
+        allowed: the documents that may have influence; None for all.
         as_of: the moment of the question, as `MACEngine.answer` takes it.
 
     Raises:
-        DataError: for an `as_of` that is no date.
+        DataError: for an `as_of` that is not a date.
     """
     snapshot, moment = engine.snapshot, moment_of_question(as_of)
     if moment is None and not snapshot.supersedes:
@@ -374,10 +369,10 @@ def remembers(engine: MACEngine, allowed: PassingDocuments[Any] | None, as_of: A
     return bool(KnownDocuments(snapshot, moment, allowed).rows_of(snapshot).any())
 
 
-# Names of banks that are unique beyond this process.
+# Bank -> a name that is unique across processes.
 _names: WeakKeyDictionary[Bank, str] = WeakKeyDictionary()
 
 
 def bank_state(bank: Bank) -> str:
-    """Name and version of a bank: equal for equal contents of one object, and unique beyond this process."""
+    """Name and version of a bank: equal for equal contents of one bank object, and unique across processes."""
     return f"{_names.setdefault(bank, uuid4().hex)}/{bank.version}"

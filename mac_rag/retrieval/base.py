@@ -55,7 +55,7 @@ class Retriever(ABC):
 
     @abstractmethod
     def add(self, documents: Sequence[Document]) -> None:
-        """Adds documents behind the existing ones. On an error the retriever does not change.
+        """Adds documents after the existing ones. On an error, the retriever does not change.
 
         Raises:
             BankError: for an id that exists already or occurs twice.
@@ -94,7 +94,7 @@ class Retriever(ABC):
                 are chosen, so `k` hits are returned if there are enough allowed ones.
 
         Raises:
-            ConfigError: when `k` is below 1.
+            ConfigError: if `k` is below 1.
             DocumentError: for a question with half of a surrogate pair or NUL.
         """
 
@@ -104,7 +104,7 @@ class Retriever(ABC):
 
     @abstractmethod
     def __contains__(self, document_id: object) -> bool:
-        """True if the retriever holds a document of this id."""
+        """True if the retriever holds a document with this id."""
 
     def held(self, document_ids: Iterable[str]) -> list[str]:
         """Those of these ids that the retriever holds, in their order."""
@@ -119,16 +119,16 @@ class Retriever(ABC):
         Raises:
             ConfigError: for a retriever that cannot tell what it holds.
         """
-        raise ConfigError(f"{type(self).__name__} does not tell which texts it holds")
+        raise ConfigError(f"{type(self).__name__} does not tell which texts it holds; use a retriever that does")
 
     def documents(self, document_ids: Collection[str]) -> list[Document]:
-        """The documents of these ids, in their order.
+        """The documents with these ids, in their order.
 
         Raises:
             BankError: for an unknown id.
             ConfigError: for a retriever that cannot tell what it holds.
         """
-        raise ConfigError(f"{type(self).__name__} does not tell which texts it holds")
+        raise ConfigError(f"{type(self).__name__} does not tell which texts it holds; use a retriever that does")
 
     def save(self, folder: Path) -> None:
         """Writes the retriever to a folder, from which `make_retriever` reads it.
@@ -138,24 +138,24 @@ class Retriever(ABC):
         Raises:
             ConfigError: for a retriever that does not keep its documents itself.
         """
-        raise ConfigError(f"{type(self).__name__} keeps no documents of its own to save; save what it is built on")
+        raise ConfigError(f"{type(self).__name__} keeps no documents itself; save the index that it reads")
 
 
 def check_k(k: int) -> None:
     """Checks the number of hits.
 
     Raises:
-        ConfigError: when `k` is below 1.
+        ConfigError: if `k` is below 1.
     """
     if k < 1:
         raise ConfigError(f"k must be at least 1, got {k}")
 
 
 def check_request(questions: Sequence[str], k: int) -> None:
-    """Checks what a retriever is asked.
+    """Checks the arguments of `retrieve`.
 
     Raises:
-        ConfigError: when `k` is below 1.
+        ConfigError: if `k` is below 1.
         DocumentError: for a question with half of a surrogate pair or NUL.
     """
     check_k(k)
@@ -167,8 +167,8 @@ def check_documents(documents: Sequence[Document]) -> None:
     """Checks that documents can be kept exactly, and that their ids are distinct.
 
     Raises:
-        BankError, DocumentError: see `mac_rag.data.provenance.check_document`; BankError when two documents have the
-            same id; names it.
+        BankError, DocumentError: see `mac_rag.data.provenance.check_document`.
+        BankError: if two documents have the same id; names it.
     """
     for document in documents:
         check_document(document)

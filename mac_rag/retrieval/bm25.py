@@ -1,8 +1,8 @@
-"""BM25: an incremental index, and rank_bm25 as the plain reference, behind one class, with equal results.
+"""BM25: one class for two engines with equal results, an incremental index and rank_bm25 as the plain reference.
 
 Both compute the same scores from term ids. A scorer knows documents by row; rows ascend in the order of addition. Every
-statistic of the corpus (number of documents, mean length, document frequencies) is taken over the allowed documents
-alone, so a score is, bit by bit, that of a corpus without the others.
+statistic of the corpus (number of documents, mean length, document frequencies) is computed over the allowed documents
+alone, so a score equals, bit by bit, that in a corpus without the others.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Tokenizer:
         stopwords: lower-cased words that are dropped; empty to keep all words.
 
     Raises:
-        ConfigError: for a language without a stemmer, an invalid pattern, or stop words that are no words.
+        ConfigError: for a language without a stemmer, an invalid pattern, or stop words that are not texts.
 
     Examples:
         >>> from mac_rag.retrieval import Tokenizer
@@ -72,7 +72,9 @@ class Tokenizer:
         try:
             compiled = re.compile(self.pattern)
         except re.error as error:
-            raise ConfigError(f"{self.pattern!r} is not a regular expression: {error}") from None
+            raise ConfigError(
+                rf"the pattern {self.pattern!r} is not a regular expression: {error}; write one, such as \w+"
+            ) from None
         if compiled.groups:
             raise ConfigError(f"the pattern {self.pattern!r} has groups; write them as (?:...)")
         object.__setattr__(self, "_find", compiled.findall)
@@ -103,13 +105,13 @@ class BM25Retriever(RowRetriever):
 
     The score of a document is the sum of `idf * tf * (k1 + 1) / (tf + k1 * (1 - b + b * length / mean length))` over
     all terms of the question; a repeated term counts repeatedly. A document is a hit if it shares a term with the
-    question. Documents with equal scores rank in the order in which they were added. With `allowed`, the allowed
-    documents alone are the corpus: idf and mean length are theirs, and hits and scores equal, bit by bit, those of a
-    retriever that never held the others.
+    question. Documents with equal scores rank in the order in which they were added. With `allowed`, the corpus is the
+    allowed documents alone, for idf and mean length, too. So hits and scores equal, bit by bit, those of a retriever
+    that never held the others.
 
     Args:
         engine: `incremental` updates its index at the cost of the changed documents only. `rank_bm25` is the library,
-            which indexes all documents again after a change, and the allowed ones again at each call of `retrieve` with
+            which indexes all documents again after a change, and all allowed documents at each call of `retrieve` with
             `allowed`. Scores are the same.
         tokenizer: splits documents and questions into terms; None for an English tokenizer.
         idf: the idf of a term that `n` of `N` documents contain. `lucene` is `ln(1 + (N - n + 0.5) / (n + 0.5))`, which
@@ -153,7 +155,7 @@ class BM25Retriever(RowRetriever):
             return [self._rows.hits(rows, scores, k) for rows, scores in self._scorer.score(terms, mask)]
 
     def scores(self, questions: Sequence[str], document_ids: Sequence[str]) -> list[list[float]]:
-        """The score of each document for each question, over the whole corpus; 0 for one that shares no term with it.
+        """The score of each document for each question, over the whole corpus; 0 if they share no term.
 
         Raises:
             BankError: for an unknown id.
@@ -175,7 +177,7 @@ class BM25Retriever(RowRetriever):
         """Writes documents, terms and all settings to a folder, from which `load` reads them.
 
         Raises:
-            BankError: when metadata cannot be written as JSON.
+            BankError: if JSON cannot hold the metadata.
         """
         with self._change, self._lock:
             if self._rows.size > len(self):
@@ -194,16 +196,16 @@ class BM25Retriever(RowRetriever):
 
     @classmethod
     def load(cls, folder: Path) -> BM25Retriever:
-        """Reads a retriever from a folder, with the engine, idf and tokenizer that it was saved with.
+        """Reads a retriever from a folder, with its engine, idf and tokenizer.
 
         Raises:
-            BankError: when the folder holds no retriever, or it is damaged.
+            BankError: if the folder holds no retriever, or a damaged one.
         """
         body, arrays = snapshot.read(folder, KIND)
         with snapshot.damaged(folder):
             retriever = cls(body["engine"], tokenizer=Tokenizer(**body["tokenizer"]), idf=body["idf"])
             documents = snapshot.documents(body["documents"])
-            if body["stemmer_version"] != version("PyStemmer"):  # another stemmer can stem differently, so index again
+            if body["stemmer_version"] != version("PyStemmer"):  # another version may stem differently, so index again
                 retriever.add(documents)
                 return retriever
             retriever._vocabulary = {word: term for term, word in enumerate(body["vocabulary"])}
@@ -253,14 +255,14 @@ def _checked_terms(arrays: Mapping[str, NDArray[Any]], documents: int, vocabular
     """The terms of each document.
 
     Raises:
-        MalformedError: when they are not those of so many documents, or not in the vocabulary.
+        MalformedError: if they do not fit the number of documents, or are not in the vocabulary.
     """
     lengths = snapshot.array(arrays, "lengths", np.int64, (documents,))
     terms = snapshot.array(arrays, "terms", np.int32, (None,))
     if not all(isinstance(word, str) for word in vocabulary):
-        raise MalformedError("a word of the vocabulary is no text")
+        raise MalformedError("a word of the vocabulary is not a text")
     if (lengths < 0).any() or (lengths > len(terms)).any() or int(lengths.sum()) != len(terms):
-        raise MalformedError(f"the documents have not {len(terms):,} terms together")
+        raise MalformedError(f"the lengths of the documents do not add up to {len(terms):,} terms")
     if len(terms) and not 0 <= int(terms.min()) <= int(terms.max()) < len(vocabulary):
         raise MalformedError("a term is not in the vocabulary")
     ends = np.cumsum(lengths)
@@ -271,7 +273,7 @@ class Scorer(Protocol):
     """Scores the documents that share a term with a question."""
 
     def add(self, first: int, documents: Sequence[Terms]) -> None:
-        """Adds documents in consecutive rows from `first` on, behind all existing rows."""
+        """Adds documents in consecutive rows from `first` on, after all existing rows."""
 
     def remove(self, row: int, terms: Terms) -> None:
         """Removes the document in a row."""
@@ -290,9 +292,9 @@ class _Corpus:
     """Statistics of the allowed documents.
 
     Attributes:
-        allowed: which rows they are in; None for all.
-        documents: how many there are.
-        norms: `[rows]`, how far a row's length damps its counts.
+        allowed: `[rows]`, True for their rows; None for all.
+        documents: their number.
+        norms: `[rows]`, the term of BM25's denominator that grows with a document's length.
         floor: Okapi's lower bound of an idf; None until it is needed.
     """
 
@@ -305,11 +307,11 @@ class _Corpus:
 class Postings:
     """An inverted index whose changes cost only the terms of the changed documents.
 
-    It keeps, for each term, the rows that contain it and the counts there. Statistics of the corpus (idf, mean length)
-    are applied to each question, so nothing becomes stale and nothing must be rebuilt. With some documents allowed, a
-    question costs what it costs over all, and a pass over the mask for each of its terms. The arithmetic follows
-    rank_bm25 operation by operation, so scores equal its scores bit by bit, except for Okapi's lower bound, a mean over
-    the vocabulary, where they are equal up to rounding.
+    It stores, for each term, the rows that contain it and its counts there. Statistics of the corpus (idf, mean length)
+    are applied for each question, so nothing becomes stale and nothing must be rebuilt. With `allowed`, a question
+    costs as much as without, plus a pass over the mask for each of its terms. The arithmetic follows rank_bm25
+    operation by operation, so scores equal its scores bit by bit, except where Okapi's lower bound applies: it is a
+    mean over the vocabulary, and such scores are equal up to rounding.
 
     Args:
         idf: `lucene` or `okapi`; see `BM25Retriever`.
@@ -317,9 +319,9 @@ class Postings:
 
     def __init__(self, idf: Idf) -> None:
         self._idf = idf
-        self._rows: list[array[int]] = []  # by term id: the rows that contain it, ascending
+        self._rows: list[array[int]] = []  # by term id: the rows that contain the term, ascending
         self._counts: list[array[int]] = []  # by term id: its count in each of these rows
-        self._lengths = np.zeros(0)  # number of terms of each row, and spare rows
+        self._lengths = np.zeros(0)  # number of terms of each row, then spare zeros
         self._size = self._documents = self._total = 0
         self._all: _Corpus | None = None  # None after a change
 
@@ -392,8 +394,8 @@ class Postings:
             return np.zeros(0, np.int32), np.zeros(0)
         rows, counts = np.frombuffer(self._rows[term], np.int32), np.frombuffer(self._counts[term], np.int32)
         if corpus.allowed is not None:
-            kept = corpus.allowed[rows]
-            rows, counts = rows[kept], counts[kept]
+            is_allowed = corpus.allowed[rows]
+            rows, counts = rows[is_allowed], counts[is_allowed]
         if not len(rows):
             return rows, np.zeros(0)
         return rows, self._weight(len(rows), corpus) * (counts * (K1 + 1) / (counts + corpus.norms[rows]))
@@ -412,7 +414,7 @@ class Postings:
         return corpus.floor
 
     def _holding(self, allowed: Mask | None) -> Iterator[int]:
-        """For each term of the corpus, how many of its documents contain the term."""
+        """For each term of the corpus, the number of documents that contain it."""
         if allowed is None:
             return (len(rows) for rows in self._rows if rows)
         counts = (int(allowed[np.frombuffer(rows, np.int32)].sum()) for rows in self._rows if rows)
@@ -452,7 +454,7 @@ class RankBM25:
         return (self._scored(terms, index, rows) for terms in questions)
 
     def _over(self, documents: Mapping[int, Terms]) -> Any:
-        """The library's index of some documents; None where it can have none, as no document has a term."""
+        """The library's index of some documents; None if no document has a term, which the library cannot index."""
         from rank_bm25 import BM25Okapi
 
         if not any(map(len, documents.values())):

@@ -1,4 +1,4 @@
-"""Documents and their vectors in Chroma: in a folder on this machine, or on a server that others can use as well."""
+"""Documents and their vectors in Chroma: in a folder on this machine, or on a server that other processes can share."""
 
 from __future__ import annotations
 
@@ -30,33 +30,32 @@ _ENCODER = "mac_rag_encoder"  # key in the collection's metadata: fingerprint of
 _HASH, _METADATA = "content_hash", "metadata"  # keys in the record of a document
 _LOCK = "mac_rag.lock"
 _READS = 5  # attempts of a request that changes nothing
-_IDS = 4096  # ids in one request; Chroma fails on more variables than its database takes
+_IDS = 4096  # most ids in one request; Chroma fails if there are more variables than its database takes
 
 
 class ChromaRetriever(Retriever):
     """Keeps texts, vectors, metadata and content hashes in a Chroma collection and ranks by dot product.
 
     Every document is a hit; equal scores rank by document id. Chroma searches an HNSW graph, so it can miss one of the
-    best among very many documents. With `allowed`, the allowed documents are compared exactly, with the scores, bit by
-    bit, that they have in a collection without the others. When `add` or `put`
-    returns, its documents survive a crash of this process and of the server; a crash during the call can leave some of
-    them.
+    best among very many documents. With `allowed`, the allowed documents are compared exactly, and their scores equal,
+    bit by bit, those in a collection without the others. Once `add` or `put` has returned, its documents survive a
+    crash of this process and of the server; a crash during the call can leave some of them.
 
     Args:
-        place: a folder, or `http://HOST:PORT` (or https) of a running server, with `/NAME` for a collection of that
-            name. Only one process can open a folder, because two would lose each other's documents; any number can use
-            a server.
+        place: a folder, or `http://HOST:PORT` (or https) of a running server, followed by `/NAME` for a collection of
+            that name. Only one process can open a folder, because two would lose each other's documents; any number can
+            use a server.
         encoder: encoder of documents and questions.
-        batch_bytes: bytes in one request; servers take much more than the default.
-        headers: HTTP headers of each request to a server, for a proxy that checks them. They replace the token in the
+        batch_bytes: most bytes in one request; servers take much more than the default.
+        headers: HTTP headers of each request to a server, for a proxy that checks them. They override the token in the
             environment variable `MAC_RAG_CHROMA_TOKEN`, which is sent as `Authorization: Bearer TOKEN`.
-        timeout: seconds that an answer of a server may take.
+        timeout: most seconds that a server may take to answer.
 
     Raises:
-        ConfigError: when chromadb is missing, the address is malformed or has a password, a header cannot be sent, or
+        ConfigError: if chromadb is missing, the address is malformed or has a password, a header cannot be sent, or
             the collection was not made by mac_rag.
-        FingerprintError: when another encoder made the vectors of the collection.
-        BankError: when the server does not answer, or another process has the folder open.
+        FingerprintError: if another encoder made the vectors of the collection.
+        BankError: if the server does not answer, or another process has the folder open.
     """
 
     def __init__(
@@ -79,14 +78,14 @@ class ChromaRetriever(Retriever):
         self._place = str(place)
         self._lock = threading.RLock()  # held during a change; Chroma itself lets others read meanwhile
         self._file_lock: FileLock | None = None
-        self._client: Any  # chromadb's interface class lacks `close`, which every client has
+        self._client: Any  # Any, because chromadb's interface class lacks `close`, which every client has
         name = COLLECTION
         with self._errors():
             if self._place.startswith(("http://", "https://")):
                 name = collection_name(self._place) or COLLECTION
                 self._client = ChromaServer(self._place, request_headers(headers), timeout)
             elif headers is not None:
-                raise ConfigError("headers are for a server; a folder takes none")
+                raise ConfigError(f"headers are for a server, and {self._place} is a folder; leave them out")
             else:
                 self._file_lock = _locked(Path(place))
                 self._client = _local_client(self._place)
@@ -101,7 +100,9 @@ class ChromaRetriever(Retriever):
         self._hide_files()
         fingerprint = (self._collection.metadata or {}).get(_ENCODER)
         if fingerprint is None:
-            raise ConfigError(f"the collection {name!r} in {self._place} is not mac_rag's; name another collection")
+            raise ConfigError(
+                f"the collection {name!r} in {self._place} was not made by mac_rag; name another collection"
+            )
         if fingerprint != encoder.fingerprint:
             raise FingerprintError(
                 f"the vectors in {self._place} were made by the encoder {fingerprint!r}, not by "
@@ -117,11 +118,11 @@ class ChromaRetriever(Retriever):
             self._file_lock.release()
 
     def _hide_files(self) -> None:
-        """Takes from others the right to read what Chroma has written to a folder; the folder itself keeps its mode."""
+        """Makes Chroma's files readable for their user only. Does nothing for a server; the folder keeps its mode."""
         if self._file_lock is None:
             return
         for path in Path(self._place).rglob("*"):
-            with suppress(OSError):  # Chroma removes files, too
+            with suppress(OSError):  # Chroma may have removed the file
                 mode = path.lstat().st_mode
                 if mode & 0o077 and (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
                     path.chmod(stat.S_IMODE(mode) & 0o700)
@@ -172,12 +173,12 @@ class ChromaRetriever(Retriever):
     def _compare(self, vectors: Vectors, k: int, ids: list[str]) -> list[list[Hit]]:
         """The `k` best of these documents for each question's vector `[B, D]`, by exact comparison.
 
-        A search in the graph, filtered down to few documents, ends before it has seen all of them.
+        A graph search that is restricted to few documents would end before it has seen all of them.
         """
         result = self._get(ids=ids, include=["embeddings", "documents", "metadatas"])
-        if not result["ids"]:  # deleted by another process in the meantime
+        if not result["ids"]:  # another process has deleted them
             return [[] for _ in vectors]
-        order = sorted(range(len(result["ids"])), key=result["ids"].__getitem__)  # Chroma has an order of its own
+        order = sorted(range(len(result["ids"])), key=result["ids"].__getitem__)  # Chroma's order is arbitrary
         scores = vectors @ np.asarray(result["embeddings"], dtype=np.float32)[order].T
         records = [(result["ids"][i], result["documents"][i], result["metadatas"][i]) for i in order]
         rankings = []
@@ -193,7 +194,7 @@ class ChromaRetriever(Retriever):
         return rankings
 
     def _query(self, vectors: Vectors, k: int) -> list[list[Hit]]:
-        """The `k` best of all documents for each question's vector `[B, D]`, by a search in the graph."""
+        """The `k` best of all documents for each question's vector `[B, D]`, by a graph search."""
         result = self._read(lambda: self._collection.query(query_embeddings=vectors, n_results=k))
         columns = zip(result["ids"], result["documents"], result["distances"], result["metadatas"], strict=True)
         return [
@@ -201,7 +202,7 @@ class ChromaRetriever(Retriever):
                 (
                     Hit(name, text, 1.0 - distance, _metadata_in(record, name, self._place))
                     for name, text, distance, record in zip(*column, strict=True)
-                    if record is not None  # it was deleted between Chroma's search and its look-up
+                    if record is not None  # None: deleted between Chroma's search and its look-up
                 ),
                 k,
             )
@@ -237,9 +238,9 @@ class ChromaRetriever(Retriever):
         return [by_id[name] for name in document_ids]
 
     def _pages(self, document_ids: Collection[str] | None, include: list[str]) -> Iterator[Any]:
-        """What Chroma holds of these documents (None for all), page by page.
+        """Chroma's records of these documents (None for all), page by page.
 
-        Pages are cut by id. Pages cut by number would miss a document whenever another process deletes one before it.
+        Pages are defined by ids. Pages by offset would miss a document if another process deletes one before it.
         """
         if document_ids is None:
             document_ids = self._ids()
@@ -250,7 +251,7 @@ class ChromaRetriever(Retriever):
             yield self._get(ids=ids[first : first + _IDS], include=include)
 
     def _ids(self) -> list[str]:
-        """The ids of all documents, as they are at one moment."""
+        """The ids of all documents at one moment."""
         ids: list[str] = self._get(include=[])["ids"]
         return ids
 
@@ -258,9 +259,10 @@ class ChromaRetriever(Retriever):
         return self._read(lambda: self._collection.get(**options))
 
     def _read(self, request: Callable[[], Any]) -> Any:
-        """Makes a request that changes nothing, again if Chroma has lost itself in a change of another thread.
+        """Makes a request that changes nothing, and repeats it if a change by another thread made Chroma fail.
 
-        It looks ids up in one index and their records in another; what was deleted in between is an internal error.
+        Chroma looks ids up in one index and their records in another. If a document is deleted in between, that is an
+        internal error.
         """
         from chromadb.errors import InternalError
         from tenacity import Retrying, retry_if_exception_type, stop_after_attempt, wait_fixed
@@ -270,7 +272,7 @@ class ChromaRetriever(Retriever):
             return Retrying(retry=again, stop=stop_after_attempt(_READS), wait=wait_fixed(0.01), reraise=True)(request)
 
     def _batches(self, documents: Sequence[Document]) -> Iterator[slice]:
-        """Slices of the documents that Chroma takes in one request each."""
+        """Slices of the documents, each of them small enough for one request."""
         first = size = 0
         for index, document in enumerate(documents):
             added = 4 * (len(document.text) + 8 * self.encoder.width)
@@ -283,7 +285,7 @@ class ChromaRetriever(Retriever):
 
     @contextmanager
     def _errors(self) -> Iterator[None]:
-        """Turns errors of Chroma, and of the connection to it, into `BankError`."""
+        """Turns errors of Chroma and of the connection to it into `BankError`."""
         from chromadb.errors import ChromaError
         from httpx import HTTPError
 
@@ -309,7 +311,7 @@ def _local_client(folder: str) -> Any:
 
 
 def _locked(folder: Path) -> FileLock:
-    """Locks a folder against other processes until this one ends or closes it."""
+    """Locks a folder against other processes until this process ends or releases the lock."""
     try:
         make_folder(folder)
         # One lock per process and folder, because Chroma also shares open folders within a process.
@@ -317,16 +319,16 @@ def _locked(folder: Path) -> FileLock:
         lock.acquire(blocking=False)
     except Timeout:
         raise BankError(
-            f"{folder} is open in another process, and two would lose each other's documents; wait until it is done, "
-            f"or let both use a server: chroma run --path {folder} --host HOST --port PORT"
+            f"{folder} is open in another process, and two would lose each other's documents; wait until that process "
+            f"is done, or let both use a server: chroma run --path {folder} --host HOST --port PORT"
         ) from None
     except OSError as error:
-        raise BankError(f"{folder} cannot be used for Chroma: {error}") from error
+        raise BankError(f"{folder} cannot be used for Chroma: {error}; give another folder") from error
     return lock
 
 
 def _record_of(document: Document) -> dict[str, str]:
-    """What Chroma keeps of a document beside text and vector: its content hash, and its metadata as JSON."""
+    """The metadata that Chroma stores with a document: its content hash, and its own metadata as JSON."""
     member = Member.of(document)
     return {_HASH: member.content_hash, _METADATA: json.dumps(member.metadata)}
 
@@ -335,12 +337,12 @@ def _hash_in(record: Any, document_id: str, place: str) -> str:
     """The content hash in a record, which another program may have written.
 
     Args:
-        record: what Chroma returns.
-        document_id: the document, for the message.
+        record: a record as Chroma returns it.
+        document_id: id of the document, for the message.
         place: the folder or address, for the message.
 
     Raises:
-        BankError: when it has none.
+        BankError: if the record has no content hash.
     """
     return _text_in(record, _HASH, document_id, place)
 
@@ -349,15 +351,15 @@ def _metadata_in(record: Any, document_id: str, place: str) -> dict[str, Any]:
     """The metadata in a record; see `_hash_in`.
 
     Raises:
-        BankError: when it has none, or they are no JSON object within the bounds of metadata.
+        BankError: if the record has no metadata, or they are not a JSON object within the bounds of metadata.
     """
     text = _text_in(record, _METADATA, document_id, place)
     try:
         metadata = parse_json(text, depth=METADATA_DEPTH)
         if not isinstance(metadata, dict):
-            raise MalformedError("no JSON object")
+            raise MalformedError("not a JSON object")
     except MalformedError as error:
-        raise _foreign(f"its metadata is {error}", document_id, place) from None
+        raise _foreign(f"its metadata is invalid ({error})", document_id, place) from None
     return metadata
 
 
@@ -376,23 +378,23 @@ def _foreign(fault: str, document_id: str, place: str) -> BankError:
 
 
 def _check_schema(collection: Any, place: str) -> None:
-    """Refuses a collection that names an embedding function; those that mac_rag makes have none.
+    """Refuses a collection that names an embedding function. The collections that mac_rag makes have none.
 
-    chromadb builds such a function when it reads the schema, at the first write. A sentence encoder among them may run
-    the code of its model's folder.
+    chromadb builds such a function when it reads the schema, at the first write. Some of these functions, such as
+    sentence encoders, may run code from the folder of their model.
 
     Args:
-        collection: chromadb's collection, whose schema was not read yet.
-        place: where it is, for the error.
+        collection: chromadb's collection, whose schema has not been read yet.
+        place: the folder or address, for the message.
 
     Raises:
-        ConfigError: names the functions.
+        ConfigError: if there are embedding functions; names them.
     """
     model = collection._model
     if foreign := _embedding_functions(model.configuration_json, model.serialized_schema):
         raise ConfigError(
             f"the collection {collection.name!r} in {place} has an embedding function ({', '.join(foreign)}), which "
-            "chromadb would build and run; use a collection that mac_rag has made"
+            "chromadb would build and run; use a collection that mac_rag made"
         )
 
 

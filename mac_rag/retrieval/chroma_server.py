@@ -1,7 +1,7 @@
 """The connection to a Chroma server: headers that stay secret, time-outs, and retries.
 
-chromadb's own client waits for a server without end, and raises bare exceptions with the text of a proxy. This one uses
-chromadb's requests, but its own session for them.
+chromadb's own client waits for a server forever, and raises bare exceptions with the text of a proxy. This client uses
+chromadb's requests with a session of its own.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class ChromaServer:
     Args:
         place: `http://HOST:PORT` or `https://HOST:PORT`.
         headers: sent with each request.
-        timeout: seconds that an answer may take.
+        timeout: most seconds that the server may take to answer.
     """
 
     def __init__(self, place: str, headers: Mapping[str, str], timeout: float) -> None:
@@ -64,15 +64,15 @@ class ChromaServer:
 
 
 class _Requests(FastAPI):
-    """chromadb's requests, with time-outs, and again after a failure of the connection.
+    """chromadb's requests with time-outs, and with retries after a failure of the connection.
 
-    Each request of a `ChromaRetriever` may be made twice, with the same result: documents are upserted and deleted by
+    A request of a `ChromaRetriever` can be repeated with the same result, because documents are upserted and deleted by
     id.
     """
 
     def __init__(self, system: System, headers: Mapping[str, str], timeout: float) -> None:
         super().__init__(system)
-        # Not in the settings, whose repr would show them.
+        # The headers are not in the settings, because their repr would show them.
         self._session.headers.update(headers)
         self._session.timeout = httpx.Timeout(timeout, connect=min(timeout, _CONNECT_SECONDS))
         self._session.event_hooks = {"response": [_check]}
@@ -92,7 +92,7 @@ def request_headers(headers: Mapping[str, str] | None) -> dict[str, str]:
     """The headers of all requests: these, and the token in the environment, if there is one.
 
     Raises:
-        ConfigError: for a header that HTTP cannot carry. The message does not contain its value.
+        ConfigError: for a header that HTTP cannot carry. The message does not contain its value, which is a secret.
     """
     token = os.environ.get(TOKEN)
     values = {} if token is None else {TOKEN: token}
@@ -100,8 +100,8 @@ def request_headers(headers: Mapping[str, str] | None) -> dict[str, str]:
     for source, value in values.items():
         if not value or not value.isascii() or not value.isprintable() or value != value.strip():
             raise ConfigError(
-                f"{source} is empty or has line breaks, spaces around it or letters that are not ASCII; set it to the "
-                "value alone"
+                f"{source} is empty, or has line breaks, spaces around it, or characters that are not ASCII; set it to "
+                "the value alone"
             )
     return ({} if token is None else {"Authorization": f"Bearer {token}"}) | dict(headers or {})
 
@@ -116,10 +116,10 @@ def collection_name(place: str) -> str:
 
 
 def explained(error: Exception, place: str) -> BankError:
-    """What a failure of a connection means for the user."""
+    """The error to raise for a failure of the connection."""
     if isinstance(error, httpx.TimeoutException):
         return BankError(
-            f"the Chroma server at {place} did not answer in time; see whether it is overloaded, or allow more with "
+            f"the Chroma server at {place} did not answer in time; check whether it is overloaded, or allow more time: "
             "ChromaRetriever(timeout=SECONDS)"
         )
     if isinstance(error, httpx.HTTPStatusError):
@@ -130,8 +130,8 @@ def explained(error: Exception, place: str) -> BankError:
                 f"{TOKEN}, or give ChromaRetriever(headers=...)"
             )
         return BankError(
-            f"what answers at {place} with status {status} is not a Chroma server, or cannot reach one; check the "
-            "address and the proxy in front of it"
+            f"the server that answers at {place} with status {status} is not a Chroma server, or cannot reach one; "
+            "check the address and the proxy in front of it"
         )
     if _is_certificate(error):
         return BankError(
@@ -146,7 +146,7 @@ def _split(place: str) -> SplitResult:
     parts = urlsplit(place)
     if "@" in parts.netloc or parts.query or parts.fragment:  # the message does not repeat what may be a password
         raise ConfigError(
-            "the address of a Chroma server has a user, a password or a query, which would end up in logs and results; "
+            "the address of a Chroma server has a user, a password or a query, which would appear in logs and results; "
             f"write http://HOST:PORT, and put a token into the environment variable {TOKEN}"
         )
     try:
@@ -161,7 +161,7 @@ def _split(place: str) -> SplitResult:
 
 
 def _check(response: httpx.Response) -> None:
-    """Raises what chromadb would raise as a bare exception: an error that is not Chroma's own."""
+    """Raises an `HTTPStatusError` for an error that is not Chroma's own; chromadb would raise a bare exception."""
     if response.is_success:
         return
     response.read()

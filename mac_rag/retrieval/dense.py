@@ -27,9 +27,9 @@ from mac_rag.untrusted_files import MalformedError, open_file, parse_json, read_
 Vectors: TypeAlias = NDArray[np.float32]  # [N, D]
 
 KIND = "dense"
-_GROUP = 1024  # documents encoded between two writes, and so the most that an interruption loses
+_GROUP = 1024  # documents encoded between two writes, which is the most that an interruption loses
 _ROWS = 16_384  # documents in one matrix product
-_LARGEST = 1 << 30  # bytes of a file of cached vectors, which has some thousand
+_LARGEST = 1 << 30  # most bytes of a file of cached vectors, which holds about a thousand
 _NAME = re.compile(r"([0-9a-f]{64})\.part\.safetensors")
 
 
@@ -54,8 +54,8 @@ class Encoder(Protocol):
 class DenseRetriever(RowRetriever):
     """Ranks documents by the dot product of their vector with the question's; every document is a hit.
 
-    The search is exact. Its matrix products have the shapes that they have in a retriever that never held the documents
-    that are not allowed, so equal vectors give equal scores, bit by bit. Equal texts are encoded once.
+    The search is exact. With `allowed`, its matrix products have the same shapes as in a retriever that never held the
+    other documents, so equal vectors give equal scores, bit by bit. Equal texts are encoded once.
 
     Examples:
         >>> from mac_rag.retrieval.encoders import minilm
@@ -71,7 +71,7 @@ class DenseRetriever(RowRetriever):
         folder: folder for vectors while documents are being encoded, so that an interrupted `add` continues where it
             stopped, in this process or another; None to start over.
         progress: True to show a progress bar while documents are encoded.
-        max_scores: number of scores (questions times documents) that are computed at once.
+        max_scores: most scores (questions times documents) that are computed at once.
     """
 
     def __init__(
@@ -129,7 +129,7 @@ class DenseRetriever(RowRetriever):
             return hits
 
     def _scores(self, questions: Vectors, rows: NDArray[np.int64]) -> Vectors:
-        """Products `[B, n]` of questions with some rows `[n]`, ascending."""
+        """Products `[B, n]` of questions `[B, D]` with some rows `[n]`, ascending."""
         parts = []
         for part in np.split(rows, range(_ROWS, len(rows), _ROWS)):
             first, stop = int(part[0]), int(part[-1]) + 1
@@ -141,7 +141,7 @@ class DenseRetriever(RowRetriever):
         """Writes documents and vectors to a folder, from which `load` reads them.
 
         Raises:
-            BankError: when metadata cannot be written as JSON.
+            BankError: if JSON cannot hold the metadata.
         """
         with self._lock:
             self._compact()
@@ -155,13 +155,13 @@ class DenseRetriever(RowRetriever):
         """Reads a retriever from a folder; it uses the folder for documents that it encodes later.
 
         Args:
-            folder: folder that the retriever was saved to.
+            folder: folder to which the retriever was saved.
             encoder: the encoder that made its vectors.
             progress: see the class.
 
         Raises:
-            BankError: when the folder holds no retriever, or it is damaged.
-            FingerprintError: when another encoder made the vectors.
+            BankError: if the folder holds no retriever, or a damaged one.
+            FingerprintError: if another encoder made the vectors.
         """
         body, arrays = snapshot.read(folder, KIND)
         if body.get("encoder") != encoder.fingerprint:
@@ -197,7 +197,7 @@ def text_hash(text: str) -> str:
 
 
 def check_finite(vectors: Vectors, what: Sequence[str]) -> None:
-    """Refuses vectors that no product can rank.
+    """Refuses vectors with NaN or infinity, which cannot be ranked.
 
     Args:
         vectors: `[N, D]`, from an encoder.
@@ -214,14 +214,14 @@ def check_finite(vectors: Vectors, what: Sequence[str]) -> None:
 
 
 class EmbeddingCache:
-    """Embeddings that an encoder has computed while its work is not finished, found by the hash of their text.
+    """Embeddings of an unfinished `add`, by the hash of their text.
 
     They are written as soon as they are computed, so they survive an interruption. Each group of embeddings is one
     safetensors file, named by its own sha256. Its header names the encoder and the hashes of the texts. A damaged file,
     or one of another encoder, is ignored, and its embeddings are computed again.
 
     Args:
-        folder: folder of the files; it is made at the first `put`.
+        folder: folder of the files; the first `put` creates it.
         encoder: fingerprint of the encoder; embeddings of other encoders are never returned.
         width: D, the length of its vectors.
     """
@@ -234,7 +234,7 @@ class EmbeddingCache:
             self._learn(path)
 
     def get(self, hashes: Iterable[str]) -> dict[str, Vectors]:
-        """The cached embeddings `[D]` of texts, by hash; hashes that are not cached are left out."""
+        """Hash of a text -> its cached embedding `[D]`; hashes that are not cached are left out."""
         rows_of: dict[Path, list[tuple[str, int]]] = {}
         for name in hashes:
             if name in self._places:
@@ -248,7 +248,7 @@ class EmbeddingCache:
         return cached
 
     def _vectors(self, path: Path) -> Vectors | None:
-        """The embeddings `[N, D]` of a file; None if it is not what was written."""
+        """The embeddings `[N, D]` of a file; None for a damaged file."""
         try:
             data = read_file(path, _LARGEST)
             if not path.name.startswith(hashlib.sha256(data).hexdigest()):
@@ -263,7 +263,7 @@ class EmbeddingCache:
         """Writes embeddings `[N, D]` of the texts with these N hashes.
 
         Raises:
-            BankError: when the folder cannot be written to.
+            BankError: if the folder cannot be written.
         """
         header = {"encoder": self._encoder, "hashes": json.dumps(list(hashes))}
         data = array_bytes({"embeddings": np.ascontiguousarray(vectors)}, metadata=header)
@@ -277,10 +277,10 @@ class EmbeddingCache:
         self._places.update((name, (path, row)) for row, name in enumerate(hashes))
 
     def clear(self) -> None:
-        """Removes all files, once their embeddings are saved elsewhere.
+        """Removes all files. Call it once their embeddings are saved elsewhere.
 
         Raises:
-            BankError: when the folder cannot be written to.
+            BankError: if the folder cannot be written.
         """
         self._places.clear()
         try:
@@ -297,7 +297,7 @@ class EmbeddingCache:
             raise BankError(f"{self.folder} cannot be read: {error}") from error
 
     def _learn(self, path: Path) -> None:
-        """Registers the embeddings of a file, unless it cannot be read or is of another encoder."""
+        """Registers the embeddings of a file, unless it cannot be read or another encoder made it."""
         try:
             with open_file(path), safe_open(path, framework="numpy") as file:
                 header = file.metadata()

@@ -1,4 +1,4 @@
-"""Encoders of dense retrieval, pooled as their model cards say: Contriever, DPR, MiniLM, sentence-transformers."""
+"""Encoders for dense retrieval, pooled as their model cards say: Contriever, DPR, MiniLM, sentence-transformers."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ class Tower:
         tokenizer: the tokenizer of the model.
         pooling: `mean` for the mean of the hidden states of all tokens, `pooler` for the model's own pooled output.
         normalize: True to scale vectors to length 1, which makes the dot product a cosine.
-        max_tokens: number of tokens after which texts are truncated.
-        batch_tokens: number of tokens in a batch, padding included.
+        max_tokens: longest text in tokens; longer ones are truncated.
+        batch_tokens: most tokens in a batch, padding included.
     """
 
     model: nn.Module
@@ -57,7 +57,7 @@ class Tower:
     batch_tokens: int = BATCH_TOKENS
 
     def __post_init__(self) -> None:
-        self._tokenized([""])  # from now on the tokenizer keeps these settings, so threads can share it
+        self._tokenized([""])  # this sets the tokenizer's truncation for good, so that threads can share it
 
     def _tokenized(self, texts: list[str]) -> list[list[int]]:
         rows: list[list[int]] = self.tokenizer(texts, truncation=True, max_length=self.max_tokens).input_ids
@@ -105,7 +105,7 @@ class Tower:
 
 
 class TowerEncoder:
-    """An encoder with one tower for documents and one for questions, which can be the same.
+    """An encoder with one tower for documents and one for questions, which may be the same.
 
     Args:
         name: name of the encoder, the first word of its fingerprint.
@@ -114,7 +114,7 @@ class TowerEncoder:
 
     Attributes:
         width: D, the length of a vector.
-        fingerprint: name, and hash of weights and pooling of both towers.
+        fingerprint: the name, and a hash of the weights and the pooling of both towers.
     """
 
     def __init__(self, name: str, documents: Tower, questions: Tower) -> None:
@@ -142,8 +142,8 @@ def contriever(
         batch_tokens: number of tokens in a batch, padding included.
 
     Raises:
-        ModelLoadError: when there is no such model.
-        ConfigError: when there is no such device.
+        ModelLoadError: if there is no such model.
+        ConfigError: if there is no such device.
     """
     tower = _tower(place, AutoModel, AutoTokenizer, "mean", False, 512, device, batch_tokens)
     return TowerEncoder("contriever", tower, tower)
@@ -159,12 +159,12 @@ def dpr(
 
     Args:
         question_place: name (also `NAME@REVISION`) or folder of the question encoder.
-        document_place: the same of the passage encoder.
+        document_place: the same for the passage encoder.
         device: device of the networks; None for a GPU if there is one.
 
     Raises:
-        ModelLoadError: when there is no such model.
-        ConfigError: when there is no such device.
+        ModelLoadError: if there is no such model.
+        ConfigError: if there is no such device.
     """
     documents = _tower(document_place, DPRContextEncoder, DPRContextEncoderTokenizer, "pooler", False, 512, device)
     questions = _tower(question_place, DPRQuestionEncoder, DPRQuestionEncoderTokenizer, "pooler", False, 512, device)
@@ -178,8 +178,8 @@ def minilm(*, device: str | None = None) -> TowerEncoder:
         device: device of the network; None for a GPU if there is one.
 
     Raises:
-        ModelLoadError: when the package is missing or damaged (see `minilm_folder`).
-        ConfigError: when there is no such device.
+        ModelLoadError: if the package is missing or damaged (see `minilm_folder`).
+        ConfigError: if there is no such device.
     """
     tower = _tower(str(minilm_folder()), AutoModel, AutoTokenizer, "mean", True, 256, device)
     return TowerEncoder("minilm", tower, tower)
@@ -197,8 +197,8 @@ class SentenceTransformerEncoder:
         fingerprint: hash of configuration, prompts and weights.
 
     Raises:
-        ModelLoadError: when sentence-transformers is missing, or there is no such model.
-        ConfigError: when there is no such device.
+        ModelLoadError: if sentence-transformers is missing, or there is no such model.
+        ConfigError: if there is no such device.
     """
 
     def __init__(self, place: str, *, device: str | None = None) -> None:
@@ -231,7 +231,7 @@ class SentenceTransformerEncoder:
         return self._encode(self._model.encode_query, texts)
 
     def _encode(self, encode: Callable[..., Any], texts: Sequence[str]) -> Vectors:
-        # The library sorts by length and makes batches itself.
+        # The library itself sorts by length and makes batches.
         vectors = encode(list(texts), normalize_embeddings=True, show_progress_bar=False, convert_to_numpy=True)
         return np.asarray(vectors, dtype=np.float32).reshape(len(texts), self.width)
 
@@ -248,7 +248,7 @@ def _tower(
 ) -> Tower:
     name, revision = split_revision(place)
     revision = pinned(name, revision)
-    # The configuration of an auto class is found by AutoConfig, that of any other is its own.
+    # AutoConfig finds the configuration for an auto class; any other class has its own configuration class.
     configuration = getattr(model, "config_class", AutoConfig)
     architecture = loaded("an encoder", name, configuration.from_pretrained, revision=revision)
     loaded("an encoder", name, check_size, revision=revision, architecture=architecture, auto_class=model)

@@ -18,16 +18,16 @@ class HybridRetriever(Retriever):
     """Fuses the rankings of several retrievers: a document's score is the sum of `weight / (60 + rank)`.
 
     Ranks start at 1; a retriever that does not find a document adds nothing to its score. Documents with equal scores
-    are ordered by the retriever that found them, then by rank. All retrievers hold all documents.
+    are ordered by the first retriever that found them, then by rank. All retrievers hold all documents.
 
     Args:
         retrievers: at least one retriever.
         weights: a non-negative weight for each retriever; None for equal weights. A retriever of weight 0 is not
             queried.
-        depth: number of documents that each retriever is queried for, or `k` if that is more.
+        depth: number of documents to retrieve from each retriever; `k` if that is more.
 
     Raises:
-        ConfigError: for no retriever, weights that do not fit, or a depth below 1.
+        ConfigError: for no retriever, a wrong number of weights or invalid ones, or a depth below 1.
 
     Examples:
         >>> from mac_rag.data.types import Document
@@ -43,7 +43,7 @@ class HybridRetriever(Retriever):
         self, retrievers: Sequence[Retriever], weights: Sequence[float] | None = None, *, depth: int = 100
     ) -> None:
         if not retrievers:
-            raise ConfigError("a hybrid retriever needs at least one retriever")
+            raise ConfigError("a hybrid retriever got no retrievers; give it at least one")
         self.retrievers = tuple(retrievers)
         self.weights = tuple(weights) if weights is not None else (1.0,) * len(self.retrievers)
         fit = len(self.weights) == len(self.retrievers) and all(w >= 0 and math.isfinite(w) for w in self.weights)
@@ -102,7 +102,7 @@ class HybridRetriever(Retriever):
         return [name for name in names if name in known]
 
     def content_hashes(self, document_ids: Collection[str] | None = None) -> dict[str, str]:
-        """See `Retriever.content_hashes`; only documents that all retrievers hold with the same hash."""
+        """See `Retriever.content_hashes`; only of documents that all retrievers hold with the same hash."""
         first, *others = (retriever.content_hashes(document_ids) for retriever in self.retrievers)
         return {name: value for name, value in first.items() if all(other.get(name) == value for other in others)}
 
@@ -113,7 +113,7 @@ class HybridRetriever(Retriever):
         """Writes the retrievers to the folders `0`, `1`, ... inside `folder`.
 
         Raises:
-            ConfigError: when one of them does not keep its documents itself.
+            ConfigError: if one of them does not keep its documents itself.
         """
         with self._lock:
             for index, retriever in enumerate(self.retrievers):

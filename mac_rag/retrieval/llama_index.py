@@ -38,13 +38,13 @@ def document_id(node: BaseNode, filed_by: FiledBy) -> str:
 class LlamaIndexRetriever(Retriever):
     """A LlamaIndex index, or any LlamaIndex retriever, as a retriever of `mac_rag`.
 
-    Several nodes of one document make one hit, with the text of the best node. If that leaves less than `k` hits, more
-    nodes are retrieved. A retriever without the attribute `similarity_top_k` can return less than `k` hits. Of a
-    vector search, equal scores rank by document id.
+    Several nodes of one document make one hit, with the text of the best node. If that leaves fewer than `k` hits, more
+    nodes are retrieved. A retriever without the attribute `similarity_top_k` can return fewer than `k` hits. In a
+    vector search, documents with equal scores rank by id.
 
     Only a vector search takes `allowed`, because it scores each node by itself. In other retrievers (BM25, fusion,
-    keywords, MMR) the documents that are not allowed would shift the scores and ranks of the others. A vector store
-    that searches approximately can find other nodes than one that never held the others.
+    keywords, MMR), the documents that are not allowed would shift the scores and ranks of the others. A vector store
+    that searches approximately may find different nodes from a store that never held these documents.
 
     Examples:
         >>> from llama_index.core import MockEmbedding, VectorStoreIndex
@@ -57,14 +57,13 @@ class LlamaIndexRetriever(Retriever):
         (['Anna Berg opened the bridge.'], ['bridge', 'river'])
 
     Args:
-        source: an index, which is searched in its current state and to which documents can be added; or a retriever,
-            which is only read. An index must have a docstore, because a vector store alone cannot tell which documents
-            it holds.
+        source: an index, which is searched in its current state and takes new documents; or a retriever, which is only
+            read. An index must have a docstore, because a vector store alone cannot tell which documents it holds.
         filed_by: which document a node belongs to; see `document_id`.
         options: further arguments of the index's `as_retriever`, such as `vector_store_query_mode`.
 
     Raises:
-        ConfigError: for a retriever with options; on `retrieve`, for `allowed` with anything but a vector search.
+        ConfigError: for a retriever with options; on `retrieve`, for `allowed` without a vector search.
     """
 
     def __init__(self, source: BaseRetriever | BaseIndex[Any], *, filed_by: FiledBy = "source", **options: Any) -> None:
@@ -140,7 +139,7 @@ class LlamaIndexRetriever(Retriever):
     def _hits(self, question: str, k: int, allowed: Container[str] | None) -> list[Hit]:
         retriever: Any
         if isinstance(self._source, BaseRetriever):
-            retriever = copy.copy(self._source)  # its own similarity_top_k stays as it is
+            retriever = copy.copy(self._source)  # a copy, so that the caller's similarity_top_k does not change
         else:
             # A vector retriever finds only the nodes that existed when it was made, so each question needs a new one.
             retriever = self._source.as_retriever(**self._options)
@@ -163,14 +162,14 @@ class LlamaIndexRetriever(Retriever):
             hits = self._documents_of(nodes, allowed)
             if searches_vectors:
                 hits.sort(key=lambda hit: (-hit.score, hit.document_id))
-            # Beyond the limit there may be nodes with the score of the last one.
+            # Nodes beyond the limit may have the same score as the last one.
             enough = len(hits) >= k and not (searches_vectors and hits[k - 1].score <= (nodes[-1].score or 0.0))
             if enough or not adjustable or len(nodes) < limit:
                 return hits[:k]
             limit *= 4
 
     def _documents_of(self, nodes: Sequence[NodeWithScore], allowed: Container[str] | None) -> list[Hit]:
-        """One hit for each allowed document, from its best node; documents in the order of their first nodes.
+        """One hit for each allowed document, from its best node, in the order of the documents' first nodes.
 
         Raises:
             DocumentError: for a score that is NaN.
@@ -183,11 +182,11 @@ class LlamaIndexRetriever(Retriever):
             score = scored.score or 0.0
             if math.isnan(score):
                 raise DocumentError(
-                    f"a node of document {name!r} has no number as its score, so it cannot be ranked; check the "
-                    "embedding model and the embeddings in the index"
+                    f"a node of document {name!r} has NaN as its score, so it cannot be ranked; check the embedding "
+                    "model and the embeddings in the index"
                 )
             hit = Hit(name, scored.node.get_content(metadata_mode=MetadataMode.NONE), score, scored.node.metadata)
             first = hits.setdefault(name, hit)
-            if score == first.score and hit.text < first.text:  # an order that no other document can change
+            if score == first.score and hit.text < first.text:  # an order that does not depend on other documents
                 hits[name] = hit
         return list(hits.values())

@@ -16,7 +16,7 @@ from mac_rag.retrieval.hybrid import HybridRetriever
 
 _SENTENCE_TRANSFORMERS = "sentence-transformers:"
 _CHROMA = "chroma:"
-# Name of a dense retriever -> makes its encoder; takes the module of encoders, because that is imported on first use.
+# Name of a dense retriever -> function that makes its encoder. It gets the module `encoders`, which is imported lazily.
 _ENCODERS: dict[str, Callable[[Any], Encoder]] = {
     "contriever": lambda encoders: encoders.contriever("facebook/contriever"),
     "contriever-msmarco": lambda encoders: encoders.contriever("facebook/contriever-msmarco"),
@@ -41,8 +41,8 @@ def make_retriever(spec: str, *, folder: Path | None = None, progress: bool = Fa
             minilm in Chroma; `module:attr` for an importable `Retriever`, LlamaIndex retriever or LlamaIndex index, or
             a function without arguments that makes one.
         folder: folder of the retriever. A retriever that was saved there is loaded. A dense retriever writes vectors
-            there while it encodes. None for a new retriever in memory. Ignored for Chroma, whose place is in its name,
-            and for `module:attr`.
+            there while it encodes. None for a new retriever in memory. Ignored for Chroma, whose name holds its folder
+            or address, and for `module:attr`.
         progress: True to show a progress bar while documents are encoded.
 
     Returns:
@@ -50,8 +50,8 @@ def make_retriever(spec: str, *, folder: Path | None = None, progress: bool = Fa
 
     Raises:
         ConfigError: for an unknown name; lists the names.
-        ModelLoadError: when an encoder cannot be loaded.
-        BankError: when `folder` holds another retriever, or is damaged; when Chroma cannot be reached.
+        ModelLoadError: if an encoder cannot be loaded.
+        BankError: if `folder` holds another retriever, or is damaged; if Chroma cannot be reached.
     """
     if spec == "none":
         return None
@@ -132,23 +132,24 @@ def _imported(spec: str) -> Retriever:
         if isinstance(source, BaseRetriever | BaseIndex):
             return LlamaIndexRetriever(source)
     raise ConfigError(
-        f"{spec!r} is {type(source).__name__}, neither a mac_rag Retriever nor a LlamaIndex retriever or index"
+        f"{spec!r} is {type(source).__name__}, neither a mac_rag Retriever nor a LlamaIndex retriever or index; name "
+        "one of these, or a function that makes one"
     )
 
 
 def import_object(spec: str) -> Any:
-    """The object that `module:attr` names: an importable module, and a name in it, with dots for names in names.
+    """Imports the object that `module:attr` names: an importable module, and a name in it, which may be dotted.
 
     Examples:
         >>> import_object("json:decoder.JSONDecoder").__name__
         'JSONDecoder'
 
     Raises:
-        ConfigError: for a name of another form, and for what cannot be imported.
+        ConfigError: for a name that has another form or cannot be imported.
     """
     module, colon, attribute = spec.partition(":")
     if not (colon and module and attribute):
-        raise ConfigError(f"{spec!r} is not of the form module:attr")
+        raise ConfigError(f"{spec!r} names no object; write module:attr")
     try:
         value: Any = importlib.import_module(module)
         for name in attribute.split("."):

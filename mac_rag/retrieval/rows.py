@@ -1,4 +1,4 @@
-"""Documents of an index by row. Row numbers are in the order of addition and change only by compaction."""
+"""Documents of an index, by row. Rows are numbered in the order of addition; only compaction changes the numbers."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from mac_rag.data.types import Document
 from mac_rag.errors import BankError
 from mac_rag.retrieval.base import Hit, Retriever, check_documents
 
-_SPARE = 1024  # up to this many empty rows are not worth a compaction
+_SPARE = 1024  # so many empty rows, or fewer, are not worth a compaction
 
 
-class Rows:
+class DocumentRows:
     """Documents in the order of addition, one in each row. A deleted document leaves its row empty."""
 
     def __init__(self) -> None:
         self._row: dict[str, int] = {}
         self._documents: list[Document | None] = []
         self._live = bytearray()
-        self._hashes = array("q")  # of the first rows; the others have not been asked for
+        self._hashes = array("q")  # id hashes of the first rows; `_id_hashes` adds the others
 
     def __len__(self) -> int:
         return len(self._row)
@@ -45,7 +45,7 @@ class Rows:
 
     @property
     def sparse(self) -> bool:
-        """True if most rows are empty, so that it is time to compact."""
+        """True if most rows are empty, so that the index should be compacted."""
         return self.size > 2 * len(self) + _SPARE
 
     def check(self, documents: Sequence[Document]) -> None:
@@ -114,11 +114,11 @@ class Rows:
         return old_rows
 
     def live(self) -> NDArray[np.bool_]:
-        """True for rows that hold a document, `[rows]`."""
+        """`[rows]`, True for rows that hold a document."""
         return np.frombuffer(bytes(self._live), dtype=np.bool_)
 
     def mask(self, allowed: Container[str] | None) -> NDArray[np.bool_] | None:
-        """True for rows that may be found, `[rows]`; None if all may be found."""
+        """`[rows]`, True for rows that may be found; None if all may be found."""
         if allowed is None:
             return None if len(self) == self.size else self.live()
         if isinstance(allowed, HashedIds):
@@ -132,7 +132,7 @@ class Rows:
         return np.fromiter(is_allowed, dtype=np.bool_, count=self.size)
 
     def _id_hashes(self) -> NDArray[np.int64]:
-        """`id_hash` of the document that each row holds, or held when this was called first, `[rows]`."""
+        """`[rows]`, the `id_hash` of each row's document; a row that was emptied later keeps its hash."""
         new = self._documents[len(self._hashes) :]
         self._hashes.extend(0 if document is None else id_hash(document.id) for document in new)
         return np.frombuffer(self._hashes.tobytes(), dtype=np.int64)
@@ -143,7 +143,7 @@ class Rows:
         Args:
             rows: `[n]`, ascending row numbers.
             scores: `[n]`, the score of each row.
-            k: maximum number of hits.
+            k: most hits.
         """
         best = np.arange(len(scores))
         if len(best) > k:
@@ -160,12 +160,12 @@ class Rows:
 class RowRetriever(Retriever):
     """A retriever that keeps its documents in memory, in rows.
 
-    Those who change it take turns. The long part of a change, such as encoding, is done before anything changes, and
+    Threads that change it take turns. The long part of a change, such as encoding, comes before anything changes, and
     questions do not wait for it.
     """
 
     def __init__(self) -> None:
-        self._rows = Rows()
+        self._rows = DocumentRows()
         self._change = threading.RLock()  # held during a change
         self._lock = threading.RLock()  # held while the fields are read or changed
 
@@ -194,11 +194,11 @@ class RowRetriever(Retriever):
 
     @abstractmethod
     def _index(self, documents: Sequence[Document]) -> Any:
-        """What the index keeps of documents, for `_append`. It changes nothing."""
+        """Computes what the index stores of documents, for `_append`. Changes nothing."""
 
     @abstractmethod
     def _append(self, documents: Sequence[Document], indexed: Any) -> None:
-        """Adds documents behind the others."""
+        """Adds documents after the others."""
 
     @abstractmethod
     def _remove(self, document_id: str) -> None:

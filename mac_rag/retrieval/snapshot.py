@@ -3,8 +3,8 @@
     retriever.json          format, kind, the contents of the retriever, checksums
     <sha256>.safetensors    its arrays
 
-The arrays are written and synced first under a new name, and then the manifest replaces its predecessor in one rename.
-So a reader sees the old state or the new. Document ids are data and never become part of a path.
+The arrays are written under a new name and synced first; then the manifest replaces its predecessor in one rename. So a
+process that reads them sees the old state or the new. Document ids are data and never become part of a path.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from mac_rag.errors import BankError, ConfigError
 from mac_rag.untrusted_files import MalformedError, parse_json, read_file, read_json
 
 FORMAT = 1
-# Bytes of a manifest, which has all texts.
+# Most bytes of a manifest, which holds all texts.
 _LARGEST = 16 << 30
-# Bytes of a vector.
+# Most bytes of a vector.
 _LARGEST_VECTOR = 1 << 20
 MANIFEST = "retriever.json"
 _ARRAYS_NAME = re.compile(r"[0-9a-f]{64}\.safetensors")
@@ -40,21 +40,23 @@ def write(folder: Path, kind: str, body: Mapping[str, Any], arrays: Mapping[str,
     """Replaces the retriever in a folder.
 
     Args:
-        folder: folder of the retriever; it is made if it does not exist.
+        folder: folder of the retriever; it is created if missing.
         kind: name of the retriever's class on disk.
-        body: everything that the retriever keeps as JSON.
-        arrays: everything that it keeps as arrays, by name.
+        body: everything that the retriever stores as JSON.
+        arrays: name -> array, for everything that it stores as arrays.
 
     Raises:
-        BankError: when `body` cannot be written as JSON, or the folder cannot be written to.
+        BankError: if JSON cannot hold `body`, or the folder cannot be written.
     """
     data = array_bytes({name: np.ascontiguousarray(values) for name, values in arrays.items()})
     digest = hashlib.sha256(data).hexdigest()
     try:
         text = json.dumps(body, allow_nan=False)
-        parse_json(text)  # what cannot be read again must not be written
+        parse_json(text)  # nothing may be written that cannot be read again
     except (TypeError, ValueError, RecursionError) as error:
-        raise BankError(f"the documents' metadata cannot be kept as JSON: {error}") from error
+        raise BankError(
+            f"JSON cannot hold the documents' metadata: {error}; write such values as texts, or leave them out"
+        ) from error
     manifest = {"format": FORMAT, "kind": kind, "arrays": digest, "sha256": _digest(kind, digest, text), "body": text}
     target = folder / f"{digest}.safetensors"
     try:
@@ -64,29 +66,29 @@ def write(folder: Path, kind: str, body: Mapping[str, Any], arrays: Mapping[str,
         write_file(folder / MANIFEST, [json.dumps(manifest).encode()])
         sync_folder(folder)
         for old in folder.iterdir():
-            if old != target and _ARRAYS_NAME.fullmatch(old.name) and not old.is_dir():  # never another kind of file
+            if old != target and _ARRAYS_NAME.fullmatch(old.name) and not old.is_dir():  # no other files
                 old.unlink()
     except OSError as error:
-        raise BankError(f"{folder} cannot be written to: {error}") from error
+        raise BankError(f"{folder} cannot be written: {error}; make it writable, or save to another folder") from error
 
 
 def exists(folder: Path) -> bool:
     """True if the folder holds a retriever.
 
     Raises:
-        BankError: when the folder cannot be read.
+        BankError: if the folder cannot be read.
     """
     try:
         return (folder / MANIFEST).exists()
     except OSError as error:
-        raise BankError(f"{folder} cannot be read: {error}") from error
+        raise BankError(f"{folder} cannot be read: {error}; make it readable, or give another folder") from error
 
 
 def read(folder: Path, kind: str) -> tuple[dict[str, Any], dict[str, NDArray[Any]]]:
     """Reads the body and the arrays that `write` wrote.
 
     Raises:
-        BankError: when there is no retriever, it has another kind or format, or it is damaged.
+        BankError: if there is no retriever, it has another kind or format, or it is damaged.
     """
     path = folder / MANIFEST
     try:
@@ -94,19 +96,19 @@ def read(folder: Path, kind: str) -> tuple[dict[str, Any], dict[str, NDArray[Any
         identity = (manifest["format"], manifest["kind"])
         digest, checksum, text = (str(manifest[name]) for name in ("arrays", "sha256", "body"))
     except FileNotFoundError:
-        raise BankError(f"there is no retriever in {folder}") from None
+        raise BankError(f"there is no retriever in {folder}; give the folder to which it was saved") from None
     except OSError as error:
-        raise BankError(f"{path} cannot be read: {error.strerror}") from None
+        raise BankError(f"{path} cannot be read: {error.strerror}; make it readable, or give another folder") from None
     except (ValueError, KeyError, TypeError) as error:
         raise BankError(f"{path} is damaged: {error}; build the retriever again from its documents") from error
     if identity != (FORMAT, kind):
         raise BankError(
-            f"{path} holds a retriever of kind {identity[1]!r:.80} in format {identity[0]!r:.80}, but {kind!r} in "
-            f"format {FORMAT} was asked for; name the retriever that was saved, or another folder"
+            f"{path} holds a retriever of kind {identity[1]!r:.80} in format {identity[0]!r:.80}, not {kind!r} in "
+            f"format {FORMAT}; name the retriever that was saved, or another folder"
         )
     with damaged(folder):
         if _digest(kind, digest, text) != checksum:
-            raise MalformedError(f"its checksum does not fit its content ({path.name})")
+            raise MalformedError(f"the checksum of {path.name} does not match its content")
         body = parse_json(text)
         if not isinstance(body, dict) or not isinstance(body.get("documents"), list):
             raise MalformedError(f"{path.name} holds no documents")
@@ -117,10 +119,10 @@ def read(folder: Path, kind: str) -> tuple[dict[str, Any], dict[str, NDArray[Any
 
 @contextmanager
 def damaged(folder: Path) -> Iterator[None]:
-    """A context for reading what a folder says: what cannot be true there is an error that names the folder.
+    """A context for reading a retriever's folder: any error in its content becomes a `BankError` that names the folder.
 
     Raises:
-        BankError: for content that is malformed, of other types, or missing.
+        BankError: for content that is malformed, has a wrong type, or is missing.
     """
     try:
         yield
@@ -140,13 +142,13 @@ def damaged(folder: Path) -> Iterator[None]:
 
 
 def _arrays(path: Path, digest: str, characters: int, documents: int) -> dict[str, NDArray[Any]]:
-    # A document has a few words for each of its characters, and a vector.
+    # The bound: 8 bytes for each character of the manifest, for BM25's terms, and a vector for each document.
     data = read_file(path, 8 * characters + (documents + 1) * _LARGEST_VECTOR)
     if hashlib.sha256(data).hexdigest() != digest:
-        raise MalformedError(f"the checksum of {path.name} is another")
+        raise MalformedError(f"the checksum of {path.name} does not match its content")
     try:
         return load_arrays(data)
-    except Exception as error:  # the library meets what it does not expect with errors of all kinds
+    except Exception as error:  # the library raises errors of all kinds for malformed data
         raise MalformedError(f"{path.name} holds no arrays: {error!r:.200}") from None
 
 
@@ -159,35 +161,35 @@ def documents(described: Iterable[object]) -> list[Document]:
     """The inverse of `describe`.
 
     Raises:
-        MalformedError: for what `describe` never returns: other types, or an id that comes twice.
+        MalformedError: for a value that `describe` never returns: other types, or an id that comes twice.
     """
-    read: dict[str, Document] = {}
+    by_id: dict[str, Document] = {}
     for number, fields in enumerate(described):
         if not isinstance(fields, list) or [type(field) for field in fields] != [str, str, dict]:
             raise MalformedError(f"document {number:,} is not an id, a text and metadata")
-        if fields[0] in read:
+        if fields[0] in by_id:
             raise MalformedError(f"document {number:,} has the id {fields[0]!r:.80} of another")
-        read[fields[0]] = Document(*fields)
-    return list(read.values())
+        by_id[fields[0]] = Document(*fields)
+    return list(by_id.values())
 
 
 def array(arrays: Mapping[str, NDArray[Any]], name: str, kind: type, shape: tuple[int | None, ...]) -> NDArray[Any]:
-    """One of the arrays, of a kind and shape that were stored.
+    """One of the stored arrays, checked for its dtype and shape.
 
     Args:
-        arrays: the arrays.
-        name: name of one.
-        kind: its dtype.
-        shape: its shape; None for a length that may be any.
+        arrays: name -> array.
+        name: name of the array.
+        kind: the dtype that it must have.
+        shape: the shape that it must have; None for any length.
 
     Raises:
-        MalformedError: when it is missing or has another kind or shape, or has numbers that are not finite.
+        MalformedError: if the array is missing, has another dtype or shape, or has numbers that are not finite.
     """
     values = arrays.get(name)
     if values is None or values.dtype != kind or len(values.shape) != len(shape):
-        raise MalformedError(f"{name} is no array of {kind.__name__} with {len(shape)} dimensions")
+        raise MalformedError(f"{name} is not an array of {kind.__name__} with {len(shape)} dimensions")
     if any(length not in (None, there) for length, there in zip(shape, values.shape)):
-        raise MalformedError(f"{name} has the shape {list(values.shape)}, and not {list(shape)}")
+        raise MalformedError(f"{name} has the shape {list(values.shape)}, not {list(shape)}")
     if not np.isfinite(values).all():
         raise MalformedError(f"{name} has numbers that are not finite")
     return values

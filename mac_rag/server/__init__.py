@@ -1,4 +1,4 @@
-"""The server: banks as models behind an OpenAI-compatible API, a page, and tools for agents (MCP).
+"""The server: serves banks as models through an OpenAI-compatible API, a web page, and tools for agents (MCP).
 
-`service` holds the banks and runs what is asked of them; `app` is HTTP around it; `mcp_tools` are the tools of agents.
+`service` holds the banks and runs the work; `app` is the HTTP application around it; `mcp_tools` are the agents' tools.
 """

@@ -19,20 +19,20 @@ from mac_rag.errors import (
     ShardLostError,
 )
 
-# What clients are told when something of the server's own is wrong; the log says more.
+# The message for a fault of the server itself; the log says more.
 _OURS = "the server cannot do this now; its log says why"
 _PATH = re.compile(r"(?<![\w/])/(?:[^\s/:;,'\"]+/)+[^\s/:;,'\"]*")
 
 
 class APIError(Exception):
-    """What a request is refused with.
+    """The error response to a request.
 
     Args:
         status: HTTP status.
         message: what is wrong, and the remedy.
-        param: the field that is wrong.
-        code: a word for programs.
-        retry_after: seconds after which to try again.
+        param: name of the field that is wrong.
+        code: a short code for programs.
+        retry_after: seconds to wait before trying again.
     """
 
     def __init__(
@@ -65,19 +65,19 @@ class APIError(Exception):
 
 
 def no_such_bank(name: str) -> APIError:
-    """The answer for a bank that is not there, and for one that a key may not see."""
+    """The error for an unknown bank, and also for one that the key may not see."""
     return APIError(404, f"there is no bank {name!r:.80} that this key may use", code="bank_not_found")
 
 
 def no_such_model(name: str) -> APIError:
-    """The answer for a model that is not there, and for one whose bank a key may not see."""
+    """The error for an unknown model, and also for one whose bank the key may not see."""
     return APIError(
         404, f"there is no model {name!r:.120} that this key may use", param="model", code="model_not_found"
     )
 
 
 def error_of(error: MACError) -> APIError:
-    """What a client is told of an error of the library: never a path of the server."""
+    """The response to an error of the library. It never holds a path of the server."""
     message = _PATH.sub("(a folder of the server)", str(error))
     if isinstance(error, DamageError | FingerprintError | ShardLostError):
         return APIError(503, _OURS, code="bank_unavailable")
@@ -89,5 +89,5 @@ def error_of(error: MACError) -> APIError:
 
 
 def unexpected() -> APIError:
-    """What a client is told of a fault of the server."""
+    """The response to a fault of the server."""
     return APIError(500, _OURS)

@@ -1,4 +1,4 @@
-"""The server as an ASGI application, which runs until it is told to end."""
+"""The server as an ASGI application, which runs until SIGTERM or Ctrl-C."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ from mac_rag.server.workers import ClientGoneError
 _log = logging.getLogger(__name__)
 
 _HTTP = {
-    404: "there is nothing at this path; /openapi.json lists what there is",
-    405: "this path is asked by another method; /openapi.json tells which",
+    404: "there is nothing at this path; /openapi.json lists all paths",
+    405: "this path does not take this method; /openapi.json lists the methods",
 }
 _PAGE = Path(__file__).parent / "page"
 _KINDS = {
@@ -48,16 +48,16 @@ _KINDS = {
 
 
 def make_app(service: Service, *, anyone: bool = False, any_host: bool = False) -> ASGIApp:
-    """The application of a server, which closes the service when it ends.
+    """Makes the application of a server, which closes the service when it ends.
 
     Args:
-        service: banks, keys and threads.
-        anyone: True to let requests without a key do everything, as long as there is no key.
+        service: the server's banks, keys and threads.
+        anyone: True to let requests without a key do everything, as long as no key exists.
         any_host: see `Gate`.
     """
 
     tools = make_tools(service)
-    # The gate has checked host, origin and key before.
+    # The gate has already checked host, origin and key.
     security = TransportSecuritySettings(enable_dns_rebinding_protection=False)
     agents = tools.streamable_http_app(stateless_http=True, json_response=True, transport_security=security)
 
@@ -82,17 +82,17 @@ def make_app(service: Service, *, anyone: bool = False, any_host: bool = False) 
 
     @app.get("/health")
     def health() -> dict[str, str]:
-        """The process answers."""
+        """200 as long as the process answers."""
         return {"status": "ok"}
 
     @app.get("/ready", response_model=None)
     def ready() -> Response:
-        """Questions and documents are taken."""
+        """200 if the server takes questions and documents, 503 if it is closing."""
         return JSONResponse({"status": "ready" if service.ready else "closing"}, 200 if service.ready else 503)
 
     @app.get("/metrics", response_model=None)
     def metrics(_: Admin) -> Response:
-        """Numbers for Prometheus."""
+        """Metrics for Prometheus."""
         return Response(service.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
     pages = {name: (_PAGE / name).read_bytes() for name in _KINDS}
@@ -113,12 +113,12 @@ def make_app(service: Service, *, anyone: bool = False, any_host: bool = False) 
     async def icon() -> Response:
         return Response(pages["icon.svg"], media_type=_KINDS["icon.svg"])
 
-    app.router.routes.append(Route("/mcp", agents))  # not mounted at /, where it would take all paths that are left
+    app.router.routes.append(Route("/mcp", agents))  # not mounted at /, where it would take all remaining paths
     return Gate(app, service, anyone=anyone, any_host=any_host)
 
 
 def _add_errors(app: FastAPI) -> None:
-    """Writes every error as clients of OpenAI's API read it."""
+    """Writes every error in the form that clients of OpenAI's API read."""
 
     def written(error: APIError, headers: Mapping[str, str] | None = None) -> Response:
         return JSONResponse(error.body, error.status, headers={**error.headers, **(headers or {})})
@@ -129,10 +129,10 @@ def _add_errors(app: FastAPI) -> None:
 
     @app.exception_handler(MACError)
     async def library(_: Request, error: MACError) -> Response:
-        told = error_of(error)
-        if told.status >= 500:
+        response = error_of(error)
+        if response.status >= 500:
             _log.error("a request failed: %s: %s", type(error).__name__, error)
-        return written(told)
+        return written(response)
 
     @app.exception_handler(ClientGoneError)
     async def gone(_: Request, __: ClientGoneError) -> Response:
@@ -152,15 +152,15 @@ def _add_errors(app: FastAPI) -> None:
         return written(unexpected())
 
 
-# What FastAPI puts into the place of a fault for the branch of a union: `stop.list[constrained-str]`.
+# In the location of a fault, FastAPI names the branch of a union like a field: `stop.list[constrained-str]`.
 _BRANCH = re.compile(r"str|bool|int|float|none|(constrained-|list\[|dict\[|function-|nullable\[).*")
 _WRONG_KIND = {"string_type", "list_type", "bool_type", "none_required", "dict_type"}
 
 
 def _invalid(errors: Any) -> APIError:
-    """The first fault of a request. What the client sent is not repeated.
+    """The response to the first fault of a request. It does not repeat what the client sent.
 
-    Where a field may be of several kinds there is a fault for each; the one counts that is of the kind that was sent.
+    A field that takes several types has a fault for each of them. The one for the type that was sent is chosen.
     """
     place = _place(errors[0])
     of_field = [error for error in errors if _place(error)[: len(place)] == place]
@@ -174,21 +174,21 @@ def _invalid(errors: Any) -> APIError:
 
 
 def _place(fault: Any) -> list[str]:
-    """Where a fault is: the names and numbers of fields."""
+    """The location of a fault: names and indices of fields."""
     parts = [str(part) for part in fault["loc"] if part not in ("body", "query", "path")]
     return [part for part in parts if not _BRANCH.fullmatch(part)]
 
 
-# How long requests under way may take when the server ends; a question has its own bound.
+# Seconds that running requests have left when the server ends; a question has its own bound.
 _GRACE = 90
 
 
 class Server(uvicorn.Server):
-    """Uvicorn, which tells the service when it begins to end, so that what arrives on open connections is refused.
+    """Uvicorn that tells the service when shutdown begins, so that new requests on open connections are refused.
 
     Args:
-        service: banks, keys and threads.
-        host, port: where it listens; port 0 for a free one.
+        service: the server's banks, keys and threads.
+        host, port: the address to listen on; port 0 for a free one.
         anyone, any_host: see `make_app`.
     """
 
@@ -199,7 +199,7 @@ class Server(uvicorn.Server):
                 make_app(service, anyone=anyone, any_host=any_host),
                 host=host,
                 port=port,
-                access_log=False,  # its lines hold what clients send; the gate writes its own
+                access_log=False,  # its lines would hold what clients send; the gate writes its own log
                 log_level="warning",
                 proxy_headers=False,
                 server_header=False,
@@ -241,16 +241,16 @@ _M_ARENA_MAX = -8  # of malloc.h
 
 @contextmanager
 def returned_memory(every: float = 10.0) -> Iterator[None]:
-    """Within the `with` block, what the process has freed goes back to the system. For glibc; elsewhere without effect.
+    """Within the `with` block, returns freed memory of the process to the system. No effect without glibc.
 
-    Dozens of threads compute one after the other, each batch in tensors of other sizes. glibc gives each thread an
-    arena of its own, in which what one thread frees is of no use to the others, so threads share two. And it gives back
-    only what is free at the end of an arena; so a small object that lasts keeps all that was freed in front of it. A
-    call every few seconds gives back all whole pages that are free, within some 10 ms. (Large tensors in mappings of
-    their own, by M_MMAP_THRESHOLD, would do it as well, and make answers a fifth slower.)
+    Dozens of threads compute in turn, and each batch has tensors of other sizes. glibc gives each thread an arena of
+    its own, and memory freed in one arena is of no use to other threads, so all threads share two arenas. glibc also
+    returns only the free memory at the end of an arena, so a small object that lasts holds back everything freed before
+    it. `malloc_trim` every few seconds returns all free pages within some 10 ms. (Large tensors in mappings of their
+    own, by M_MMAP_THRESHOLD, would do it as well, but make answers a fifth slower.)
 
     Args:
-        every: seconds between two times.
+        every: seconds between two calls of `malloc_trim`.
     """
     library = _glibc()
     if library is None:
@@ -261,7 +261,7 @@ def returned_memory(every: float = 10.0) -> Iterator[None]:
 
     def give_back() -> None:
         while not end.wait(every):
-            library.malloc_trim(0)  # without the interpreter's lock, so others run on
+            library.malloc_trim(0)  # without the interpreter's lock, so other threads run on
 
     thread = threading.Thread(target=give_back, name="mac-rag-memory", daemon=True)
     thread.start()

@@ -1,4 +1,4 @@
-"""From a question to an answer with its sources, for every face of the server."""
+"""From a question to an answer with its sources, for every API of the server."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Question:
-    """A question, and how it is to be answered.
+class ServedQuestion:
+    """A question, and how to answer it.
 
     Attributes:
         text: the question.
-        bank: the bank that it is asked; None for the LM alone.
-        before: the conversation before it; only a model whose prompt format is a chat reads it.
-        use_memory, use_retriever: what of the bank is used.
+        bank: the bank to ask; None for the LM alone.
+        before: the conversation before the question; only a model whose prompt format is a chat reads it.
+        use_memory, use_retriever: whether the bank's memory and its retriever are used.
         k, memory_weight, allowed, as_of, sampling: as `MACEngine.answer` takes them.
-        max_new_tokens: longest answer.
-        sources: documents to name, at most.
+        max_new_tokens: longest answer in tokens.
+        sources: most documents to name as sources.
         min_confidence: as `MACEngine.answer` takes it.
-        hits: the documents in front of it, where they are retrieved already; None to retrieve them.
+        hits: the documents in front of the question, if already retrieved; None to retrieve them.
     """
 
     text: str
@@ -63,13 +63,13 @@ class Reply:
 
     Attributes:
         text: the answer.
-        prompt_tokens, completion_tokens: numbers of the LM's tokens.
-        is_cut: True if the answer has as many tokens as it may.
-        sources: the documents that the answer rests on, the first one most.
+        prompt_tokens, completion_tokens: numbers of tokens of prompt and answer, by the LM's tokenizer.
+        is_cut: True if the answer has the most tokens that it may have.
+        sources: the documents that the answer rests on, the most important one first.
         retrieved: ids of the documents in front of the question, the best first.
         truncated: True if documents were shortened or left out to fit the LM's window.
-        confidence: the probability that the answer is right; None where the request asks for none.
-        guess: what the LM would have said where the answer is a doubt; else None.
+        confidence: the probability that the answer is right; None if the request does not ask for it.
+        guess: the LM's answer if "I don't know" replaced it; otherwise None.
     """
 
     text: str = ""
@@ -88,7 +88,7 @@ class Asking:
 
     Args:
         alone: an engine of the model with an empty bank.
-        metrics: what parts take.
+        metrics: measures the parts of requests.
     """
 
     def __init__(self, alone: MACEngine, metrics: Metrics) -> None:
@@ -102,19 +102,19 @@ class Asking:
 
     @property
     def longest_answer(self) -> int:
-        """The most tokens of an answer that leave half of the LM's window to the prompt."""
+        """Most tokens of an answer: half of the LM's window, so that half is left for the prompt."""
         return max(1, self._alone.model.context_window // 2)
 
     @property
     def usual_answer(self) -> int:
-        """The tokens of the longest answer if a request names none."""
+        """Most tokens of an answer if a request does not say."""
         return self._alone.model.config.max_new_tokens
 
-    def answer(self, questions: Sequence[Question], cancelled: Callable[[], bool] | None = None) -> list[Reply]:
-        """Answers questions, together with those of other threads that may share a batch.
+    def answer(self, questions: Sequence[ServedQuestion], cancelled: Callable[[], bool] | None = None) -> list[Reply]:
+        """Answers questions, in batches with those of other threads if possible.
 
         Args:
-            questions: they differ in their texts alone; a question behind a conversation comes alone.
+            questions: questions that differ only in their texts; or one question with a conversation before it.
             cancelled: as `MACEngine.answer` takes it.
 
         Raises:
@@ -152,11 +152,11 @@ class Asking:
             replies.append(reply)
         return replies
 
-    def stream(self, question: Question) -> Iterator[str | Reply]:
-        """Yields the answer piece by piece, and at the end the reply; at once, where it is known to be sure or not.
+    def stream(self, question: ServedQuestion) -> Iterator[str | Reply]:
+        """Yields the answer piece by piece, and then the reply. With `min_confidence`, the answer is one piece.
 
         Raises:
-            MACError: as `MACEngine.stream`; before the first piece.
+            MACError: as `MACEngine.stream`, before the first piece.
         """
         if question.min_confidence is not None:
             [whole] = self.answer([question])
@@ -203,10 +203,10 @@ class Asking:
             [hits] = bank.engine.retrieve([text], k=k, allowed=allowed, as_of=as_of)
             return hits
 
-    def _engine(self, question: Question) -> MACEngine:
+    def _engine(self, question: ServedQuestion) -> MACEngine:
         return self._alone if question.bank is None else question.bank.engine
 
-    def _retrieved(self, question: Question) -> list[Hit]:
+    def _retrieved(self, question: ServedQuestion) -> list[Hit]:
         if question.hits is not None:
             return list(question.hits)
         if question.bank is None or not question.use_retriever or question.bank.engine.retriever is None:
@@ -214,8 +214,8 @@ class Asking:
         k = question.bank.engine.k if question.k is None else question.k
         return self.search(question.bank, question.text, k, question.allowed, question.as_of)
 
-    def _conversation(self, question: Question) -> tuple[FittedPrompt | None, list[Hit]]:
-        """The prompt of a question behind a conversation, and what was retrieved for it; None for a question alone."""
+    def _conversation(self, question: ServedQuestion) -> tuple[FittedPrompt | None, list[Hit]]:
+        """The prompt of a question with a conversation before it, and its retrieved documents; None without one."""
         if not question.before or not self.reads_conversations:
             return None, []
         hits = self._retrieved(question)
@@ -223,20 +223,20 @@ class Asking:
         prompt = conversation_prompt(self._alone.model, question.before, question.text, texts, question.max_new_tokens)
         return prompt, hits
 
-    def _prompt_tokens(self, question: Question, answer: Answer, prompt: FittedPrompt | None) -> int:
+    def _prompt_tokens(self, question: ServedQuestion, answer: Answer, prompt: FittedPrompt | None) -> int:
         if prompt is not None:
             return len(prompt.ids)
         return len(self._alone.model.base_lm.prompts.prompt(question.text, answer.contexts))
 
-    def _counted(self, question: Question, text: str, prompt_tokens: int) -> Reply:
+    def _counted(self, question: ServedQuestion, text: str, prompt_tokens: int) -> Reply:
         tokens = len(self._alone.model.base_lm.prompts.texts.ids(text)) if text else 0
         most = self.usual_answer if question.max_new_tokens is None else question.max_new_tokens
         return Reply(text, prompt_tokens, tokens, tokens >= most)
 
     def _sources(
-        self, question: Question, answer: str, hits: Sequence[Hit], contexts: Sequence[str]
+        self, question: ServedQuestion, answer: str, hits: Sequence[Hit], contexts: Sequence[str]
     ) -> tuple[Source, ...]:
-        """What an answer rests on whose documents were retrieved here; `contexts` is what the LM read of them."""
+        """The sources of an answer if this class retrieved its documents; `contexts`: the texts that the LM read."""
         if question.bank is None or not question.sources:
             return ()
         read = texts_read([hit.document_id for hit in hits], [hit.text for hit in hits], contexts)
@@ -252,5 +252,5 @@ class Asking:
             )
 
 
-def _texts(question: Question) -> list[str]:
+def _texts(question: ServedQuestion) -> list[str]:
     return [hit.text for hit in question.hits or ()]

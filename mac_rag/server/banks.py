@@ -1,4 +1,4 @@
-"""`/v1/banks`: banks, their documents, uploads, and the jobs that adapt to them."""
+"""`/v1/banks` and `/v1/jobs`: banks, their documents, uploads, and the jobs that adapt to them."""
 
 from __future__ import annotations
 
@@ -63,13 +63,13 @@ def routes(service: Service) -> APIRouter:
 
     @router.get("/banks/{name}")
     async def bank_info(name: str, request: Request, who: Reader) -> dict[str, Any]:
-        """What a bank holds, and how."""
+        """The size and the settings of a bank."""
         bank = service.bank(name, who)
         return await service.reads.run(lambda _: bank.info(), request)
 
     @router.delete("/banks/{name}")
     async def delete_bank(name: str, who: Admin) -> dict[str, Any]:
-        """Deletes a bank with everything in it."""
+        """Deletes a bank and all of its documents."""
         service.bank(name, who)
 
         def work(_: object) -> None:
@@ -93,7 +93,7 @@ def routes(service: Service) -> APIRouter:
 
     @router.post("/banks/{name}/compact")
     async def compact(name: str, who: Admin) -> dict[str, Any]:
-        """Removes from the disk what is left of deleted documents."""
+        """Removes what is left of deleted documents from the disk."""
         bank = service.bank(name, who)
 
         def work(_: object) -> dict[str, Any]:
@@ -105,7 +105,7 @@ def routes(service: Service) -> APIRouter:
 
     @router.post("/banks/{name}/documents", response_model=None)
     async def put(name: str, body: NewDocuments, who: Writer) -> Response:
-        """Remembers documents: all of them, or with an error none; with `wait` false as a job."""
+        """Remembers documents: all of them, or none if there is an error. With `wait` false, as a job."""
         bank = service.bank(name, who)
         documents = _documents(service, body)
         if not body.wait:
@@ -123,7 +123,7 @@ def routes(service: Service) -> APIRouter:
 
     @router.post("/banks/{name}/files", status_code=202)
     async def upload(name: str, request: Request, who: Writer) -> dict[str, Any]:
-        """Remembers files (multipart/form-data): what `mac-rag adapt` reads, as a job."""
+        """Remembers files (multipart/form-data) of all kinds that `mac-rag adapt` reads, as a job."""
         bank = service.bank(name, who)
         uploads = Uploads(service.uploads, service.limits.document_characters)
         try:
@@ -133,7 +133,7 @@ def routes(service: Service) -> APIRouter:
                     pieces = iter(partial(file.file.read, _PIECE), b"")
                     await service.writes.run(partial(_keep, uploads, file.filename or "", pieces))
             if not files:
-                raise APIError(400, "there are no files in the body; send multipart/form-data", param="file")
+                raise APIError(400, "the body has no files; send some as multipart/form-data", param="file")
             return service.jobs.start(bank, who.name, uploads.read, uploads.remove).described()
         except BaseException:
             uploads.remove()
@@ -147,7 +147,7 @@ def routes(service: Service) -> APIRouter:
         after: Annotated[str | None, Query(max_length=4096)] = None,
         limit: Annotated[int, Query(ge=1, le=1000)] = 100,
     ) -> dict[str, Any]:
-        """A page of documents without their texts, oldest first; go on with `after`, the id of the last one."""
+        """A page of documents without their texts, oldest first. For the next page, give the last id as `after`."""
         bank = service.bank(name, who)
         page, more = await service.reads.run(lambda _: bank.listing(after, limit), request)
         return {"object": "list", "data": page, "has_more": more}
@@ -168,9 +168,13 @@ def routes(service: Service) -> APIRouter:
 
     @router.post("/banks/{name}/documents/delete")
     async def delete_documents(name: str, body: DocumentIds, who: Writer) -> dict[str, Any]:
-        """Deletes documents; unknown ids are left out."""
+        """Deletes documents; unknown ids are ignored."""
         if len(body.ids) > service.limits.documents:
-            raise APIError(400, f"{len(body.ids):,} ids, and a request may have {service.limits.documents:,}")
+            raise APIError(
+                400,
+                f"the request has {len(body.ids):,} ids, and {service.limits.documents:,} are the most; send several",
+                param="ids",
+            )
         return {"deleted": await _forget(service, name, body.ids, who)}
 
     @router.post("/banks/{name}/search")
@@ -178,9 +182,8 @@ def routes(service: Service) -> APIRouter:
         """The documents that the bank's retriever finds."""
         bank = service.bank(name, who)
         if bank.retriever == "none":
-            raise APIError(400, f"bank {name} has no retriever; make one with the retriever bm25", param="name")
-        if len(body.query) > service.limits.question_characters:
-            raise APIError(400, f"a query may have {service.limits.question_characters:,} characters", param="query")
+            raise APIError(400, f"bank {name} has no retriever; make a bank that has one, such as bm25", param="name")
+        service.checked_question(body.query)
 
         def work(_: object) -> list[dict[str, Any]]:
             allowed = bank.allowed(body.filters)
@@ -199,12 +202,12 @@ def routes(service: Service) -> APIRouter:
 
     @router.get("/jobs/{job_id}")
     def get_job(job_id: str, who: Reader) -> dict[str, Any]:
-        """How far a job is."""
+        """State and progress of a job."""
         return _job(service, job_id, who).described()
 
     @router.delete("/jobs/{job_id}")
     def cancel_job(job_id: str, who: Writer) -> dict[str, Any]:
-        """Ends a job behind the documents that it is writing now; those stay."""
+        """Ends a job after the documents that it is writing now; these stay in the bank."""
         job = _job(service, job_id, who)
         job.cancelled.set()
         return job.described()
@@ -213,15 +216,19 @@ def routes(service: Service) -> APIRouter:
 
 
 def _documents(service: Service, body: NewDocuments) -> list[Document]:
-    """The documents of a body, each checked.
+    """The documents of a body, each of them checked.
 
     Raises:
-        APIError: for too many, or one that is too long.
+        APIError: for too many documents, or one that is too long.
         MACError: as `Member.of`.
     """
     most, characters = service.limits.documents, service.limits.document_characters
     if len(body.documents) > most:
-        raise APIError(400, f"{len(body.documents):,} documents, and a request may have {most:,}", param="documents")
+        raise APIError(
+            400,
+            f"the request has {len(body.documents):,} documents, and {most:,} are the most; send several requests",
+            param="documents",
+        )
     documents = [Document(one.id, one.text, one.metadata) for one in body.documents]
     for number, document in enumerate(documents):
         if len(document.text) > characters:
@@ -252,22 +259,22 @@ async def _forget(service: Service, name: str, ids: Iterable[str], who: Principa
 def _job(service: Service, job_id: str, who: Principal) -> Job:
     job = service.jobs.get(job_id)
     if job is None or not who.sees(job.bank):
-        raise APIError(404, "there is no such job that this key may see", code="job_not_found")
+        raise APIError(404, "this key may see no such job; GET /v1/jobs lists those it may see", code="job_not_found")
     return job
 
 
-# Endings that `mac_rag.data.readers` looks at; a file with another ending is a text.
+# Endings that `mac_rag.data.readers` tells apart; a file with any other ending is read as text.
 _ENDINGS = (".jsonl", ".json", ".csv", ".parquet", ".html", ".htm", ".xhtml", ".pdf", ".docx")
 _ROWS = (".jsonl", ".csv", ".parquet")
 
 
 @dataclass(frozen=True)
 class Upload:
-    """One file.
+    """An uploaded file.
 
     Attributes:
-        name: what the client calls it.
-        path: where it lies, under a name of the server's.
+        name: the client's name of it.
+        path: the file on the server, which has a name of the server's choice.
     """
 
     name: str
@@ -279,7 +286,7 @@ class Uploads:
 
     Args:
         root: the server's folder of uploads.
-        characters: longest document.
+        characters: longest document in characters.
     """
 
     def __init__(self, root: Path, characters: int) -> None:
@@ -300,7 +307,7 @@ class Uploads:
         self._files.append(Upload(shown, path))
 
     def read(self, left_out: LeftOut) -> Iterator[Document]:
-        """The documents of all files. What cannot be read is noted under the client's name of the file."""
+        """The documents of all files. `left_out` gets what cannot be read, under the client's name of the file."""
         for upload in self._files:
 
             def refuse(error: DataError, upload: Upload = upload) -> None:

@@ -1,4 +1,4 @@
-"""The banks of a server: one folder each, by name."""
+"""The banks of a server, by name; each has a folder."""
 
 from __future__ import annotations
 
@@ -44,16 +44,16 @@ _LARGEST_SETTINGS = 1 << 16
 
 
 def check_bank_name(name: str) -> None:
-    """Refuses anything but a name that is a folder's name and nothing else on every system.
+    """Checks the name of a bank: it must be valid as a folder's name on every system.
 
     Raises:
-        APIError: says what a name is.
+        APIError: for any other name; says which names are valid.
     """
     if not _NAME.fullmatch(name):
         raise APIError(
             400,
-            f"{name!r:.80} is no name of a bank; take lower-case letters, digits, - and _, at most 64, "
-            "with a letter or digit first",
+            f"{name!r:.80} cannot name a bank; use at most 64 lower-case letters, digits, - and _, and begin with a "
+            "letter or digit",
             param="name",
         )
 
@@ -61,16 +61,16 @@ def check_bank_name(name: str) -> None:
 class BankCatalog:
     """The banks in a folder, all open for writing. Thread-safe.
 
-    A bank is `banks/NAME`, with the folders `bank` and `retriever`. It appears under its name when it is complete, and
-    loses the name before it is removed. What a killed process has left of either is removed at the next start.
+    A bank is `banks/NAME`, with the folders `bank` and `retriever`. It gets its name when it is complete, and loses the
+    name before it is removed. The next start removes what a killed process has left of either step.
 
     Args:
         folder: the server's folder.
-        model: the model that all of them are read with.
+        model: the model that reads all of them.
         shards: number of shards of a new bank, each in a process of its own; None for a bank in one piece.
 
     Attributes:
-        unavailable: banks that could not be opened; the log says why.
+        unavailable: names of the banks that could not be opened; the log says why.
     """
 
     def __init__(self, folder: Path, model: MACModel, shards: int | None = None) -> None:
@@ -108,7 +108,7 @@ class BankCatalog:
             raise
 
     def served(self) -> list[ServedBank]:
-        """The banks that are served, in the order of their names."""
+        """The open banks, ordered by name."""
         with self._lock:
             return [bank for _, bank in sorted(self._banks.items())]
 
@@ -133,12 +133,13 @@ class BankCatalog:
         Args:
             name: its name.
             retriever: one of `RETRIEVERS`.
-            keep_texts: True to keep texts; None to do so where a bank can.
+            keep_texts: True to keep texts; None to keep them if the bank can.
             secure_delete: see `MemoryBank`.
 
         Raises:
-            APIError: 400 for a name that is none, or for what a bank in shards cannot do; 409 for a name that is taken.
-            ModelLoadError: when what the retriever needs is not installed.
+            APIError: 400 for an invalid name, or for an option that a bank in shards does not have; 409 for a name
+                that is taken.
+            ModelLoadError: if a package that the retriever needs is not installed.
         """
         check_bank_name(name)
         if retriever not in RETRIEVERS:
@@ -148,13 +149,15 @@ class BankCatalog:
         if self._shards is not None and (keep_texts or secure_delete):
             raise APIError(
                 400,
-                "a bank in shards keeps no texts and deletes as usual; leave keep_texts and secure_delete out",
+                "a bank in shards can neither keep texts nor delete securely; leave out keep_texts and secure_delete",
                 param="keep_texts" if keep_texts else "secure_delete",
             )
         with self._lock:
             place = self._banks_folder / name
             if name in self._banks or place.exists():
-                raise APIError(409, f"there is a bank {name} already", param="name", code="bank_exists")
+                raise APIError(
+                    409, f"a bank {name} exists already; choose another name", param="name", code="bank_exists"
+                )
             new = self._banks_folder / f".new-{token_hex(8)}"
             try:
                 make_folder(new)
@@ -180,7 +183,7 @@ class BankCatalog:
             MemoryBank.create(folder, fingerprint, keep_texts=keep_texts, secure_delete=secure_delete).close()
 
     def delete(self, name: str) -> None:
-        """Deletes a bank with everything in it, after the change under way. Questions under way are finished.
+        """Deletes a bank and all of its documents, after the running change. Running questions are finished.
 
         Raises:
             APIError: 404 for an unknown name.
@@ -200,7 +203,7 @@ class BankCatalog:
         """Copies the last commit of a bank to the server's folder of backups.
 
         Returns:
-            The name of the backup, and the number of documents.
+            The name of the backup, and the number of its documents.
         """
         bank = self.get(name)
         if not isinstance(bank.bank, MemoryBank):
@@ -212,7 +215,7 @@ class BankCatalog:
         return label, backup(bank.bank.folder, self._backups / label)
 
     def close(self) -> None:
-        """Closes all banks, each after the change under way."""
+        """Closes all banks, each after its running change."""
         with self._lock:
             banks, self._banks = list(self._banks.values()), {}
         for bank in banks:
@@ -220,7 +223,7 @@ class BankCatalog:
 
 
 def is_in_shards(folder: Path) -> bool:
-    """True if a bank's folder has shards."""
+    """True if a folder holds a bank in shards."""
     return (folder / SHARDS).exists()
 
 
@@ -238,23 +241,26 @@ def open_bank(folder: Path, model: MACModel, *, write: bool) -> Bank:
 
 
 def _read_settings(path: Path) -> str:
-    """The name of a bank's retriever.
+    """Reads the name of a bank's retriever from its settings file.
 
     Raises:
-        BankError: for a file that is not what `create` wrote.
+        BankError: for a file that is not as `create` wrote it.
+        ConfigError: for an unknown retriever.
     """
     try:
         content: dict[str, Any] = unsealed(read_file(path, _LARGEST_SETTINGS))
     except (OSError, MalformedError) as error:
-        raise BankError(f"{path} cannot be read: {error}; put it back from a copy, or remove the bank") from None
+        raise BankError(f"{path} cannot be read: {error}; restore it from a copy, or remove the bank") from None
     retriever = content.get("retriever")
     if retriever not in RETRIEVERS:
-        raise ConfigError(f"{path}: unknown retriever {json.dumps(retriever)[:40]}")
+        raise ConfigError(
+            f"{path}: unknown retriever {json.dumps(retriever)[:40]}; it must be one of {', '.join(RETRIEVERS)}"
+        )
     return str(retriever)
 
 
 def _remove_all(place: Path, *, secure_delete: bool = False) -> None:
-    """Removes a folder that has lost its name; what the system refuses is left for the next start."""
+    """Removes a folder that is no bank any more; what the system refuses to remove is left for the next start."""
     if secure_delete:
         for file in place.rglob("*"):
             if file.is_file() and not file.is_symlink():
@@ -262,18 +268,18 @@ def _remove_all(place: Path, *, secure_delete: bool = False) -> None:
     shutil.rmtree(place, ignore_errors=True)
 
 
-# What a bank of the server can have; each is kept in a folder.
+# The retrievers that a bank of the server can have; each is stored in a folder.
 RETRIEVERS = ("none", "bm25", "minilm", "hybrid")
 
 
 class StoredRetriever(Retriever):
-    """A retriever that is saved with every change, before the call returns.
+    """A retriever that every change saves to its folder before the call returns.
 
-    So the protocol of `mac_rag.sync` holds across processes: what a bank's commit says of the retriever is on the disk.
+    So the protocol of `mac_rag.sync` holds across processes: when the bank commits, the retriever is on the disk.
 
     Args:
-        spec: its name; one of `RETRIEVERS` but `none`.
-        folder: where it is kept; one that was saved there is loaded.
+        spec: its name, one of `RETRIEVERS` except `none`.
+        folder: its folder; a retriever that was saved there is loaded.
     """
 
     def __init__(self, spec: str, folder: Path) -> None:

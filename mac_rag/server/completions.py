@@ -1,4 +1,4 @@
-"""`/v1/chat/completions`, `/v1/completions`, `/v1/models` and `/v1/embeddings`, as OpenAI's clients know them."""
+"""`/v1/chat/completions`, `/v1/completions`, `/v1/models` and `/v1/embeddings`, compatible with OpenAI's clients."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from mac_rag.errors import MACError
 from mac_rag.lm.chat import Message
 from mac_rag.lm.decoding import Sampling
 from mac_rag.server.api_errors import APIError, error_of, no_such_model, unexpected
-from mac_rag.server.asking import Question, Reply
+from mac_rag.server.asking import Reply, ServedQuestion
 from mac_rag.server.keys import Principal
-from mac_rag.server.requests import Asked, ChatRequest, CompletionRequest, EmbeddingRequest, Reader, StrictRoute
+from mac_rag.server.requests import AnswerRequest, ChatRequest, CompletionRequest, EmbeddingRequest, Reader, StrictRoute
 from mac_rag.server.served_bank import ServedBank
 from mac_rag.server.service import EMBEDDING_MODEL, Service
 from mac_rag.sources import source_record
@@ -55,12 +55,16 @@ def routes(service: Service) -> APIRouter:
         _check_chat(body)
         messages = [Message(_ROLES[message.role], message.text) for message in body.messages]
         if messages[-1].role != "user":
-            raise APIError(400, "the last message must be the user's, because it is the question", param="messages")
+            raise APIError(
+                400,
+                f"the last message has the role {messages[-1].role}; end with the user's, which is the question",
+                param="messages",
+            )
         most = body.max_completion_tokens or body.max_tokens
         question, notes = _question(service, body, who, messages[-1].text, most)
         question = replace(question, before=tuple(messages[:-1]))
         if len(messages) > 1 and not service.asking.reads_conversations:
-            notes.append("this model reads the last message alone; those before it had no influence")
+            notes.append("this model reads only the last message; the messages before it had no influence")
         shape = _Chat(body.model, notes)
         if body.stream:
             return await _streamed(service, [question], shape, _wants_usage(body))
@@ -72,7 +76,7 @@ def routes(service: Service) -> APIRouter:
         _check_completion(body)
         texts = [body.prompt] if isinstance(body.prompt, str) else body.prompt
         question, notes = _question(service, body, who, "", body.max_tokens)
-        questions = [replace(question, text=_within(service, text)) for text in texts]
+        questions = [replace(question, text=service.checked_question(text)) for text in texts]
         shape = _Completion(body.model, notes)
         if body.stream:
             return await _streamed(service, questions, shape, _wants_usage(body))
@@ -83,12 +87,18 @@ def routes(service: Service) -> APIRouter:
         """Vectors of texts, by the sentence encoder."""
         if body.model != EMBEDDING_MODEL:
             raise no_such_model(body.model)
-        texts = [_within(service, text) for text in ([body.input] if isinstance(body.input, str) else body.input)]
+        texts = [
+            service.checked_question(text) for text in ([body.input] if isinstance(body.input, str) else body.input)
+        ]
 
         def work(_: Callable[[], bool]) -> Any:
             encoder = service.encoder()
             if body.dimensions not in (None, encoder.width):
-                raise APIError(400, f"vectors have {encoder.width} dimensions; leave it out", param="dimensions")
+                raise APIError(
+                    400,
+                    f"dimensions is {body.dimensions}, and vectors have {encoder.width}; leave it out",
+                    param="dimensions",
+                )
             with service.metrics.part("embed"):
                 return encoder.questions(texts)
 
@@ -108,11 +118,11 @@ _ROLES: dict[str, Any] = {"system": "system", "developer": "system", "user": "us
 
 
 class _Shape:
-    """How replies are written: whole, and as pieces.
+    """Writes replies as JSON, as a whole and as pieces of a stream.
 
     Args:
-        model: what the request calls the model.
-        notes: what the client should know of its request.
+        model: the request's name of the model.
+        notes: what the client should know about its request.
     """
 
     kind = ""
@@ -145,7 +155,7 @@ class _Shape:
         return {**self._head, "object": self.kind, "choices": choices, "usage": usage_of(replies), **own}
 
     def _own(self, reply: Reply) -> dict[str, Any]:
-        """This server's fields beside OpenAI's."""
+        """The fields that this server adds to OpenAI's."""
         own: dict[str, Any] = {"confidence": reply.confidence, "guess": reply.guess}
         own |= {"retrieved": reply.retrieved, "truncated": reply.truncated}
         return {**own, "notes": self._notes}
@@ -189,7 +199,7 @@ class _Completion(_Shape):
 
 
 def usage_of(replies: list[Reply]) -> dict[str, int]:
-    """Tokens of prompts and answers."""
+    """Numbers of tokens of all prompts and answers."""
     prompt = sum(reply.prompt_tokens for reply in replies)
     completion = sum(reply.completion_tokens for reply in replies)
     return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
@@ -204,7 +214,7 @@ def _finish(reply: Reply) -> str:
     return "length" if reply.is_cut else "stop"
 
 
-async def _answered(service: Service, request: Request, questions: list[Question], shape: _Shape) -> Response:
+async def _answered(service: Service, request: Request, questions: list[ServedQuestion], shape: _Shape) -> Response:
     """The answers to all questions, in one response."""
     replies = await service.questions.run(
         lambda gone: service.asking.answer(questions, gone), request, units=len(questions)
@@ -212,8 +222,8 @@ async def _answered(service: Service, request: Request, questions: list[Question
     return JSONResponse(shape.whole(replies))
 
 
-async def _streamed(service: Service, questions: list[Question], shape: _Shape, with_usage: bool) -> Response:
-    """The answers as server-sent events, one after the other. What is wrong from the start is no stream."""
+async def _streamed(service: Service, questions: list[ServedQuestion], shape: _Shape, with_usage: bool) -> Response:
+    """The answers as server-sent events, one after the other. An error before the first piece is a plain response."""
     streams = [service.questions.stream(partial(service.asking.stream, question)) for question in questions]
     first = await anext(streams[0])
 
@@ -225,7 +235,7 @@ async def _streamed(service: Service, questions: list[Question], shape: _Shape, 
         try:
             for index, stream in enumerate(streams):
                 begun = False
-                async for item in _behind(first, stream) if index == 0 else stream:
+                async for item in _chain(first, stream) if index == 0 else stream:
                     if isinstance(item, Reply):
                         if not begun:
                             yield chunk(shape.piece(index, "", True))
@@ -244,7 +254,7 @@ async def _streamed(service: Service, questions: list[Question], shape: _Shape, 
             _log.exception("a stream failed")
             yield _event(unexpected().body)
         finally:
-            # Also when the client has gone: a cancelled task may close nothing that it has to wait for.
+            # Shielded, because a task that is cancelled when the client has gone can wait for nothing.
             with anyio.CancelScope(shield=True):
                 for stream in streams:
                     await stream.aclose()
@@ -253,7 +263,7 @@ async def _streamed(service: Service, questions: list[Question], shape: _Shape, 
     return StreamingResponse(events(), media_type="text/event-stream", headers={"X-Accel-Buffering": "no"})
 
 
-async def _behind(first: str | Reply, rest: AsyncIterator[str | Reply]) -> AsyncIterator[str | Reply]:
+async def _chain(first: str | Reply, rest: AsyncIterator[str | Reply]) -> AsyncIterator[str | Reply]:
     yield first
     async for item in rest:
         yield item
@@ -264,20 +274,20 @@ def _event(content: dict[str, Any]) -> bytes:
 
 
 def _question(
-    service: Service, body: Asked, who: Principal, text: str, max_tokens: int | None
-) -> tuple[Question, list[str]]:
-    """The question of a request, and what its client should know."""
+    service: Service, body: AnswerRequest, who: Principal, text: str, max_tokens: int | None
+) -> tuple[ServedQuestion, list[str]]:
+    """The question of a request, and notes for its client."""
     bank = _bank(service, body.model, body.bank, who)
     if bank is None and (body.filters or body.as_of):
-        raise APIError(400, "filters and as_of are for a bank; name one: model MODEL:BANK", param="model")
+        raise APIError(400, "filters and as_of need a bank; name one: model MODEL:BANK", param="model")
     if bank is None and body.min_confidence is not None:
-        raise APIError(400, "min_confidence is for a bank; name one: model MODEL:BANK", param="min_confidence")
+        raise APIError(400, "min_confidence needs a bank; name one: model MODEL:BANK", param="min_confidence")
     notes: list[str] = []
     most = None
     if max_tokens is not None:
         most = min(max_tokens, service.limits.answer_tokens, service.asking.longest_answer)
         if most < max_tokens:
-            notes.append(f"an answer has {most} tokens at most, so max_tokens is that")
+            notes.append(f"max_tokens was reduced from {max_tokens} to {most}, the most that an answer may have")
     stop = [body.stop] if isinstance(body.stop, str) else body.stop or []
     sampling = Sampling(
         body.temperature or 0.0,
@@ -285,8 +295,8 @@ def _question(
         None if body.seed is None else body.seed % _SEEDS,
         tuple(stop),
     )
-    question = Question(
-        _within(service, text),
+    question = ServedQuestion(
+        service.checked_question(text),
         bank,
         use_memory=body.memory,
         use_retriever=_uses_retriever(body.retriever, bank),
@@ -303,12 +313,14 @@ def _question(
 
 
 def _bank(service: Service, model: str, bank: str | None, who: Principal) -> ServedBank | None:
-    """The bank of a model's name; None for the model alone."""
+    """The bank that the model's name or the field `bank` names; None for the model alone."""
     name, colon, named = model.partition(":")
     if name != service.model_name:
         raise no_such_model(model)
     if colon and bank is not None and bank != named:
-        raise APIError(400, f"model names the bank {named!r:.80}, and bank another; leave one out", param="bank")
+        raise APIError(
+            400, f"model names the bank {named!r:.80}, and bank is {bank!r:.80}; leave one out", param="bank"
+        )
     chosen = named if colon else bank
     if chosen is None:
         return None
@@ -327,16 +339,9 @@ def _uses_retriever(wanted: str | bool | None, bank: ServedBank | None) -> bool:
     return True
 
 
-def _within(service: Service, text: str) -> str:
-    most = service.limits.question_characters
-    if len(text) > most:
-        raise APIError(400, f"{len(text):,} characters, and a question or text may have {most:,}", code="too_long")
-    return text
-
-
-def _check_common(body: Asked) -> None:
+def _check_common(body: AnswerRequest) -> None:
     if body.n not in (None, 1):
-        raise APIError(400, "n must be 1; ask again for another answer", param="n")
+        raise APIError(400, f"n is {body.n}, and must be 1; ask again for another answer", param="n")
     for name in ("presence_penalty", "frequency_penalty", "logit_bias"):
         if getattr(body, name):
             raise APIError(400, f"{name} is not supported; leave it out", param=name)
@@ -362,7 +367,7 @@ def _check_completion(body: CompletionRequest) -> None:
         raise APIError(400, "echo, suffix and best_of are not supported; leave them out", param="echo")
 
 
-def _wants_usage(body: Asked) -> bool:
+def _wants_usage(body: AnswerRequest) -> bool:
     return body.stream_options is not None and body.stream_options.include_usage
 
 

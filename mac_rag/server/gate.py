@@ -1,6 +1,6 @@
-"""What stands in front of every route: who asks, how much, how often; and what every response carries.
+"""The gate in front of every route: checks key, size and rate of requests, and adds headers to responses.
 
-It is ASGI around the whole application, so a route that is added later is guarded as well.
+It wraps the whole ASGI application, so it also guards any route that is added later.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from mac_rag.server.service import Service
 _access = logging.getLogger("mac_rag.server.requests")
 _log = logging.getLogger(__name__)
 
-# What needs no key: it says nothing of any bank.
+# Paths that need no key, because they reveal nothing about any bank.
 PUBLIC = frozenset({"/health", "/ready", "/", "/page/app.js", "/page/style.css", "/page/icon.svg"})
 _HEADER_BYTES = 32 << 10
 _LOOPBACK = frozenset({"localhost", "127.0.0.1", "[::1]"})
@@ -41,14 +41,14 @@ _HEADERS = {
 
 
 class Gate:
-    """The gate.
+    """Checks every request before the application sees it.
 
     Args:
-        app: the application behind it.
-        service: keys, limits and numbers.
-        anyone: True to let requests without a key do everything, as long as there never was a key.
-        any_host: True to take any `Host` header of such requests; otherwise it must name the loopback address, so that
-            no page of another site reaches the server under a name of its own.
+        app: the application.
+        service: the server's keys, limits and metrics.
+        anyone: True to let requests without a key do everything, until the first key is made.
+        any_host: True to take any `Host` header of such requests. Otherwise it must name the loopback address, so that
+            a page of another site cannot reach the server under a domain name of its own (DNS rebinding).
     """
 
     def __init__(self, app: ASGIApp, service: Service, *, anyone: bool, any_host: bool) -> None:
@@ -65,7 +65,7 @@ class Gate:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        began, sent = time.perf_counter(), _Sent(send)
+        began, sent = time.perf_counter(), _SecuredSend(send)
         who: Principal | None = None
         try:
             who = self._admit(scope)
@@ -85,20 +85,20 @@ class Gate:
             _access.info(json.dumps({**record, "key": None if who is None else who.name}))
 
     def _admit(self, scope: Scope) -> Principal | None:
-        """Whoever asks; None for what is public.
+        """The principal that makes a request; None for a public path.
 
         Raises:
-            APIError: when it may not ask.
+            APIError: if the request is refused.
         """
         if sum(len(name) + len(value) for name, value in scope["headers"]) > _HEADER_BYTES:
-            raise APIError(431, f"the headers may have {_HEADER_BYTES:,} bytes")
+            raise APIError(431, f"the headers have more than {_HEADER_BYTES:,} bytes; send fewer or shorter ones")
         length = _only(scope, b"content-length")
         if length is not None and (not length.isdigit() or len(length) > 15):
-            raise APIError(400, "Content-Length is no number")
+            raise APIError(400, f"Content-Length is {length!r:.40}; give the number of bytes of the body")
         if length is not None and int(length) > self._service.limits.body_bytes:
             raise self._too_large()
         if self._service.keys:
-            self._anyone = False  # from now on, also when all keys are removed
+            self._anyone = False  # for good, even if all keys are removed later
         if self._anyone:
             self._check_site(scope)
         if scope["path"] in PUBLIC:
@@ -113,22 +113,28 @@ class Gate:
         scheme, _, token = (_only(scope, b"authorization") or "").partition(" ")
         who = self._service.keys.find(token.strip()) if scheme.lower() == "bearer" and token else None
         if who is None:
-            raise APIError(401, "give a key that is known here: Authorization: Bearer KEY", code="invalid_api_key")
+            raise APIError(401, "the key is missing or unknown; send Authorization: Bearer KEY", code="invalid_api_key")
         return who
 
     def _check_site(self, scope: Scope) -> None:
-        """Without keys: refuses what a page of another site makes a browser send."""
+        """Refuses requests that a page of another site makes a browser send. For a server without keys."""
         host = _only(scope, b"host") or ""
         name = host.rpartition(":")[0] if ":" in host and not host.endswith("]") else host
         if not self._any_host and name.lower() not in _LOOPBACK:
-            raise APIError(403, "without keys, this server is asked at localhost only", code="wrong_host")
+            raise APIError(
+                403,
+                f"without keys, this server answers at localhost, not at {name!r:.80}; use localhost, or make a key",
+                code="wrong_host",
+            )
         origin, site = _only(scope, b"origin"), _only(scope, b"sec-fetch-site")
         foreign = origin is not None and origin.lower() != f"{scope['scheme']}://{host.lower()}"
         if foreign or site in ("cross-site", "same-site"):
-            raise APIError(403, "without keys, this server answers no pages of other sites", code="cross_site")
+            raise APIError(
+                403, "without keys, this server answers no pages of other sites; make a key", code="cross_site"
+            )
 
     def _bounded(self, receive: Receive) -> Receive:
-        """`receive`, with bounds of the size of the body and of the time that it takes."""
+        """`receive` with bounds on the body's size and on the time that it takes."""
         limits = self._service.limits
         size, complete = 0, False
         end = asyncio.get_running_loop().time() + limits.body_seconds
@@ -141,7 +147,9 @@ class Gate:
                 async with asyncio.timeout_at(end):
                     message = await receive()
             except TimeoutError:
-                raise HTTPException(408, f"the body took more than {limits.body_seconds:g} s") from None
+                raise HTTPException(
+                    408, f"the body took more than {limits.body_seconds:g} s; send it in parts"
+                ) from None
             size += len(message.get("body", b""))
             if size > limits.body_bytes:
                 raise HTTPException(413, self._too_large().message)
@@ -152,11 +160,11 @@ class Gate:
 
     def _too_large(self) -> APIError:
         most = self._service.limits.body_bytes
-        return APIError(413, f"the body may have {most:,} bytes; send it in parts", code="too_large")
+        return APIError(413, f"the body has more than {most:,} bytes; send it in parts", code="too_large")
 
 
-class _Sent:
-    """`send`, which adds headers to each response and notes its status."""
+class _SecuredSend:
+    """A `send` that adds security headers to each response and notes its status."""
 
     def __init__(self, send: Send) -> None:
         self._send = send
@@ -172,7 +180,7 @@ class _Sent:
 
 
 def _method(scope: Scope) -> str:
-    """The method; anything unusual is one, so that nobody fills the metrics with names."""
+    """The method; OTHER for an unusual one, so that nobody can fill the metrics with names."""
     method = str(scope["method"])
     return method if method in ("GET", "POST", "PUT", "DELETE", "HEAD", "OPTIONS", "PATCH") else "OTHER"
 
@@ -181,11 +189,11 @@ def _only(scope: Scope, name: bytes) -> str | None:
     """The value of a header; None without it.
 
     Raises:
-        APIError: for a header that comes twice, which two programs can read in two ways.
+        APIError: for a header that comes more than once, which two programs may read in two ways.
     """
     values = [value for key, value in scope["headers"] if key.lower() == name]
     if len(values) > 1:
-        raise APIError(400, f"the header {name.decode()} comes {len(values)} times")
+        raise APIError(400, f"the header {name.decode()} comes {len(values)} times; send it once")
     return values[0].decode("latin-1") if values else None
 
 
@@ -206,20 +214,20 @@ class RateLimit:
         mac_rag.server.api_errors.APIError: more than 2 requests a minute; try again in 30 s
 
     Args:
-        per_minute: requests a minute; 0 for any number.
-        clock: seconds.
+        per_minute: requests a minute for each name; 0 for any number.
+        clock: returns the time in seconds.
     """
 
     def __init__(self, per_minute: int, clock: Callable[[], float] = time.monotonic) -> None:
         self._per_minute = per_minute
         self._clock = clock
-        self._left: dict[str, tuple[float, float]] = {}  # tokens, and when they were counted
+        self._left: dict[str, tuple[float, float]] = {}  # name -> tokens left, and when they were counted
 
     def take(self, name: str) -> None:
         """Counts a request.
 
         Raises:
-            APIError: 429 when there were too many; says when to try again.
+            APIError: 429 if there were too many requests; says when to try again.
         """
         if not self._per_minute:
             return

@@ -1,4 +1,4 @@
-"""Jobs: documents that take longer to adapt to than a request should wait. They go on when the client has gone."""
+"""Jobs: adapting that takes longer than a request should wait. A job runs on after its client has gone."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from mac_rag.server.served_bank import ServedBank
 _log = logging.getLogger(__name__)
 
 State = Literal["waiting", "running", "done", "failed", "cancelled"]
-# Documents that are written in one commit: progress and a cancellation are as fine as that.
+# Most documents in one commit. Progress is reported, and a job can be cancelled, after each commit.
 _GROUP = 32
 _GROUP_CHARACTERS = 100_000
-_MOST_LISTED = 100  # of the documents that were left out
-_FINISHED = 200  # jobs that are remembered when they have ended
+_MOST_LISTED = 100  # left-out documents that are listed with their reasons
+_FINISHED = 200  # finished jobs that are still listed
 
 
 class LeftOut:
-    """Documents and files that were left out.
+    """The documents and files that a job left out.
 
     Attributes:
         number: how many.
@@ -39,7 +39,7 @@ class LeftOut:
         self.listed: list[dict[str, str]] = []
 
     def add(self, what: str, why: str) -> None:
-        """Notes one."""
+        """Notes a document or file, and why it is left out."""
         self.number += 1
         if len(self.listed) < _MOST_LISTED:
             self.listed.append({"document": what, "reason": why})
@@ -52,13 +52,14 @@ class Job:
     Attributes:
         id: its random name.
         bank: name of the bank.
-        owner: name of the key.
-        state: where it stands.
-        total: number of documents; None as long as files are being read.
+        owner: name of the key that started it.
+        state: its state.
+        total: number of documents; None until all files have been read.
         finished: number of documents that are in the bank now, or were left out.
-        added, updated, unchanged: what became of them.
+        added, updated, unchanged: numbers of documents.
         left_out: what could not be read or adapted.
-        error: why it has failed.
+        error: why the job failed; None if it did not.
+        cancelled: set to end the job after its present commit.
     """
 
     id: str
@@ -75,7 +76,7 @@ class Job:
     cancelled: threading.Event = field(default_factory=threading.Event)
 
     def described(self) -> dict[str, Any]:
-        """What a client is told of it."""
+        """The job as clients see it."""
         return {
             "id": self.id,
             "object": "job",
@@ -96,7 +97,7 @@ class Jobs:
     """Runs jobs, one after the other, in a thread of its own.
 
     Args:
-        most: jobs that wait or run at a time.
+        most: most jobs that wait or run at a time.
         on_end: called with each job when it has ended.
     """
 
@@ -117,17 +118,19 @@ class Jobs:
             bank: the bank.
             owner: name of the key.
             read: reads the documents, and notes what it leaves out.
-            clean: removes what was read; called when the job has ended, however it does.
+            clean: removes the uploaded files; called at the end of the job, also of a failed one.
 
         Raises:
-            APIError: 429 when too many wait; 503 when the server ends.
+            APIError: 429 if too many jobs wait; 503 if the server is closing.
         """
         job = Job(f"job-{token_hex(12)}", bank.name, owner)
         with self._lock:
             if self._closing:
-                raise APIError(503, "the server ends; nothing was done", code="closing", retry_after=5)
+                raise APIError(
+                    503, "the server is closing, so nothing was done; try again", code="closing", retry_after=5
+                )
             if sum(other.state in ("waiting", "running") for other in self._jobs.values()) >= self._most:
-                raise APIError(429, f"{self._most} jobs wait or run; try again", code="busy", retry_after=5)
+                raise APIError(429, f"{self._most} jobs wait or run; try again later", code="busy", retry_after=5)
             self._jobs[job.id] = job
             self._pool.submit(self._run, job, bank, read, clean)
             ended = [name for name, other in self._jobs.items() if other.state not in ("waiting", "running")]
@@ -146,7 +149,7 @@ class Jobs:
             return list(reversed(self._jobs.values()))
 
     def close(self) -> None:
-        """Lets the job under way finish its group of documents, and ends all others."""
+        """Lets the running job finish its present commit, and ends all others."""
         with self._lock:
             self._closing = True
             for job in self._jobs.values():
@@ -181,7 +184,7 @@ class Jobs:
                 clean()
                 self._on_end(job)
             except Exception:
-                _log.exception("behind job %s", job.id)
+                _log.exception("cleaning up after job %s failed", job.id)
 
     def _adapt(self, job: Job, bank: ServedBank, documents: list[Document]) -> None:
         for group in _groups(documents):
@@ -195,14 +198,14 @@ class Jobs:
 
 
 def _unique(documents: Iterable[Document], left_out: LeftOut) -> list[Document]:
-    """The documents, each id once: the first counts, also across the groups in which they are written."""
-    kept: dict[str, Document] = {}
+    """The documents without those whose id an earlier document has, also across commits."""
+    unique: dict[str, Document] = {}
     for document in documents:
-        if document.id in kept:
+        if document.id in unique:
             left_out.add(document.id, "another document before it has this id")
         else:
-            kept[document.id] = document
-    return list(kept.values())
+            unique[document.id] = document
+    return list(unique.values())
 
 
 def _groups(documents: Iterable[Document]) -> Iterator[list[Document]]:

@@ -1,4 +1,4 @@
-"""Keys: who may do what with which banks. The server keeps a hash of each, never the key."""
+"""Keys: who may do what with which banks. The server stores a hash of each key, never the key."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ _PATTERN = re.compile(r"[a-z0-9*][a-z0-9_*-]{0,63}")
 
 @dataclass(frozen=True)
 class Principal:
-    """Whoever makes a request.
+    """The holder of a key, who makes requests.
 
     Attributes:
         name: name of the key.
-        scope: what it may do: `read` asks and reads documents, `write` changes documents, `admin` makes, deletes and
-            backs up banks, and reads the metrics. Each includes those before it.
-        banks: names of the banks that exist for it; `*` stands for any characters.
+        scope: its rights. `read` asks questions and reads documents, `write` changes documents, `admin` makes, deletes
+            and backs up banks, and reads the metrics. Each scope includes those before it.
+        banks: patterns of the names of the banks that it may see; `*` stands for any characters.
     """
 
     name: str
@@ -45,20 +45,20 @@ class Principal:
     banks: tuple[str, ...]
 
     def may(self, scope: Scope) -> bool:
-        """True if its scope includes another."""
+        """True if its scope includes this one."""
         return SCOPES.index(self.scope) >= SCOPES.index(scope)
 
     def sees(self, bank: str) -> bool:
-        """True if a bank of this name exists for it, if it exists at all."""
+        """True if it may see a bank of this name. The bank need not exist."""
         return any(fnmatchcase(bank, pattern) for pattern in self.banks)
 
 
-# Without keys, on the loopback address: whoever can reach the port.
+# The principal of all requests to a server without keys.
 ANYONE = Principal("anyone", "admin", ("*",))
 
 
 class KeyStore:
-    """The keys in a file, which another process may change at any time.
+    """The keys in a file. Another process may change the file at any time.
 
     Examples:
         >>> from tempfile import TemporaryDirectory
@@ -69,42 +69,44 @@ class KeyStore:
         (Principal(name='reader', scope='read', banks=('news-*',)), None)
 
     Args:
-        path: the file; there need not be one.
+        path: the file; it need not exist.
     """
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._lock = Lock()
         self._seen: tuple[int, int, int] | None = None
-        self._keys: tuple[tuple[str, Principal], ...] = ()  # hex sha256, and whose it is
+        self._keys: tuple[tuple[str, Principal], ...] = ()  # hex sha256 of each key, and its principal
 
     def add(self, name: str, scope: Scope, banks: Sequence[str]) -> str:
-        """Makes a key. It is returned once, and kept nowhere.
+        """Makes a key. Only the caller gets the key; it is stored nowhere.
 
         Raises:
-            ConfigError: for a name that is taken or no name, an unknown scope, and for no banks; and as
+            ConfigError: for a name that is invalid or taken, an unknown scope, or invalid or no banks; and as
                 `make_writable_folder`.
         """
         if not _NAME.fullmatch(name):
-            raise ConfigError(f"{name!r} is no name of a key; take letters, digits, . _ @ and -, at most 64 of them")
+            raise ConfigError(
+                f"{name!r} cannot name a key; use at most 64 letters, digits, . _ @ and -, the first a letter or digit"
+            )
         if scope not in SCOPES:
             raise ConfigError(f"unknown scope {scope!r}; choose one of {', '.join(SCOPES)}")
         wrong = [pattern for pattern in banks if not _PATTERN.fullmatch(pattern)]
         if wrong or not banks:
-            raise ConfigError(f"{wrong or 'nothing'} names no banks; give names, in which * stands for any characters")
+            raise ConfigError(f"{wrong or 'nothing'} names no banks; give names, where * stands for any characters")
         token = f"mac_{secrets.token_urlsafe(32)}"
         make_writable_folder(self._path.parent)
         with FileLock(f"{self._path}.lock", mode=0o600):
             records = self._records()
             if any(record["name"] == name for record in records):
-                raise ConfigError(f"there is a key {name!r} already; remove it first, or choose another name")
+                raise ConfigError(f"a key {name!r} exists already; remove it first, or choose another name")
             created = datetime.now(UTC).isoformat(timespec="seconds")
             record = {"name": name, "scope": scope, "banks": list(banks), "sha256": _digest(token), "created": created}
             self._write([*records, record])
         return token
 
     def remove(self, name: str) -> None:
-        """Ends a key. A running server refuses it from its next request on.
+        """Removes a key. A running server refuses it from the next request on.
 
         Raises:
             ConfigError: for an unknown name; and as `make_writable_folder`.
@@ -114,7 +116,7 @@ class KeyStore:
             records = self._records()
             left = [record for record in records if record["name"] != name]
             if len(left) == len(records):
-                raise ConfigError(f"there is no key {name!r}; mac-rag key list shows those there are")
+                raise ConfigError(f"there is no key {name!r}; mac-rag key list shows all keys")
             self._write(left)
 
     def described(self) -> list[dict[str, Any]]:
@@ -122,19 +124,22 @@ class KeyStore:
         return [{key: value for key, value in record.items() if key != "sha256"} for record in self._records()]
 
     def find(self, token: str) -> Principal | None:
-        """Whose key this is. The time that it takes does not depend on how much of a key was guessed."""
+        """The principal of a key; None for an unknown key.
+
+        The time that it takes does not depend on how much of a key was guessed right.
+        """
         digest = _digest(token)
-        found = None
+        holder = None
         for known, principal in self._current():
             if hmac.compare_digest(known, digest):
-                found = principal
-        return found
+                holder = principal
+        return holder
 
     def __bool__(self) -> bool:
         return bool(self._current())
 
     def _current(self) -> tuple[tuple[str, Principal], ...]:
-        """The keys in the file as it is now; it is read again when it has changed."""
+        """The keys in the file at present. The file is read again after each change."""
         try:
             status = self._path.stat()
         except FileNotFoundError:
@@ -150,10 +155,10 @@ class KeyStore:
             return self._keys
 
     def _records(self) -> list[dict[str, Any]]:
-        """What the file says.
+        """The records in the file.
 
         Raises:
-            ConfigError: for a file that is not what this class wrote.
+            ConfigError: for a file that is not as this class wrote it.
         """
         try:
             content = unsealed(read_file(self._path, _LARGEST))
@@ -163,7 +168,9 @@ class KeyStore:
         except FileNotFoundError:
             return []
         except (OSError, MalformedError, KeyError) as error:
-            raise ConfigError(f"{self._path} cannot be read: {error}; put a copy back, or make new keys") from None
+            raise ConfigError(
+                f"{self._path} cannot be read: {error}; restore it from a copy, or remove it and make new keys"
+            ) from None
         return records
 
     def _write(self, records: list[dict[str, Any]]) -> None:
@@ -171,5 +178,5 @@ class KeyStore:
 
 
 def _digest(token: str) -> str:
-    """Keys are random and long, so a plain hash cannot be turned back."""
+    """Sha256 of a key. Keys are long and random, so a plain hash cannot be inverted."""
     return hashlib.sha256(token.encode("utf-8", "surrogatepass")).hexdigest()

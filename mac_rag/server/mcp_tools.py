@@ -1,4 +1,4 @@
-"""Tools for agents by the Model Context Protocol: remember, ask, forget, list and search."""
+"""Tools for agents, by the Model Context Protocol: remember, ask, forget, list and search."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from mac_rag.data.provenance import Member
 from mac_rag.data.types import Document
 from mac_rag.errors import MACError
 from mac_rag.server.api_errors import APIError, error_of
-from mac_rag.server.asking import Question
+from mac_rag.server.asking import ServedQuestion
 from mac_rag.server.keys import ANYONE, Principal, Scope
 from mac_rag.server.service import Service
 
@@ -28,25 +28,26 @@ _SOURCES = 5
 
 
 def make_tools(service: Service) -> MCPServer[Any]:
-    """The tools of a server. Over HTTP each call has the rights of its key; on standard input, all rights."""
+    """Makes the tools of a server. Over HTTP, each call has the rights of its key; on standard input, all rights."""
     server: MCPServer[Any] = MCPServer("mac_rag", instructions=_INSTRUCTIONS, log_level="WARNING")
 
     @server.tool()
     async def remember(context: Context[Any, Any], text: str, bank: str, id: str | None = None) -> dict[str, Any]:
-        """Remember a text in a bank. The same id again replaces the text; without an id, the text gives one."""
+        """Remember a text in a bank. A known id replaces its text; without an id, one is made from the text."""
 
         async def work() -> dict[str, Any]:
             who = _principal(context, "write")
             name = id or f"note-{hashlib.sha256(text.encode('utf-8', 'surrogatepass')).hexdigest()[:16]}"
             document, place = Document(name, text), service.bank(bank, who)
             if len(text) > service.limits.document_characters:
-                raise APIError(400, f"a text may have {service.limits.document_characters:,} characters; split it")
+                most = service.limits.document_characters
+                raise APIError(400, f"the text has {len(text):,} characters, and {most:,} are the most; split it")
             Member.of(document)
             report = await service.writes.run(lambda _: place.put([document]))
             service.audit.note(who.name, "documents.put", bank, added=report.added, updated=report.updated)
             return {"id": name, "documents": len(place)}
 
-        return await _told(work)
+        return await _with_tool_errors(work)
 
     @server.tool()
     async def ask(context: Context[Any, Any], question: str, bank: str, as_of: str | None = None) -> dict[str, Any]:
@@ -54,15 +55,15 @@ def make_tools(service: Service) -> MCPServer[Any]:
 
         async def work() -> dict[str, Any]:
             place = service.bank(bank, _principal(context, "read"))
-            asked = Question(_within(service, question), place, as_of=as_of, sources=_SOURCES)
-            [reply] = await service.questions.run(lambda gone: service.asking.answer([asked], gone))
+            one = ServedQuestion(service.checked_question(question), place, as_of=as_of, sources=_SOURCES)
+            [reply] = await service.questions.run(lambda gone: service.asking.answer([one], gone))
             sources = [
                 {"id": source.document_id, "attention": source.share, "sentence": source.sentence}
                 for source in reply.sources
             ]
             return {"answer": reply.text, "sources": sources, "retrieved": reply.retrieved}
 
-        return await _told(work)
+        return await _with_tool_errors(work)
 
     @server.tool()
     async def forget(context: Context[Any, Any], id: str, bank: str) -> dict[str, Any]:
@@ -76,11 +77,11 @@ def make_tools(service: Service) -> MCPServer[Any]:
                 service.audit.note(who.name, "documents.delete", bank, ids=gone)
             return {"forgotten": gone}
 
-        return await _told(work)
+        return await _with_tool_errors(work)
 
     @server.tool(name="list")
     async def list_all(context: Context[Any, Any], bank: str | None = None, after: str | None = None) -> dict[str, Any]:
-        """List the banks; or, with a bank, its documents, a hundred at a time: `after` is the id to go on behind."""
+        """List the banks, or the documents of a bank, a hundred at a time; `after`: last id of the page before."""
 
         async def work() -> dict[str, Any]:
             who = _principal(context, "read")
@@ -90,19 +91,19 @@ def make_tools(service: Service) -> MCPServer[Any]:
             page, more = await service.reads.run(lambda _: place.listing(after, 100))
             return {"documents": page, "has_more": more}
 
-        return await _told(work)
+        return await _with_tool_errors(work)
 
     @server.tool()
     async def search(context: Context[Any, Any], query: str, bank: str, k: int = 5) -> dict[str, Any]:
-        """Find the texts in a bank that fit a query best."""
+        """Find the texts in a bank that match a query best."""
 
         async def work() -> dict[str, Any]:
             place = service.bank(bank, _principal(context, "read"))
-            text, most = _within(service, query), max(1, min(k, 100))
+            text, most = service.checked_question(query), max(1, min(k, 100))
             hits = await service.questions.run(lambda _: service.asking.search(place, text, most, None, None))
             return {"hits": [{"id": hit.document_id, "score": hit.score, "text": hit.text} for hit in hits]}
 
-        return await _told(work)
+        return await _with_tool_errors(work)
 
     return server
 
@@ -117,7 +118,7 @@ def run_on_standard_input(service: Service) -> None:
 
 
 def _principal(context: Context[Any, Any], scope: Scope) -> Principal:
-    """Whoever calls a tool: the key of the HTTP request, or on standard input whoever has started the process.
+    """The principal that calls a tool: that of the HTTP request's key; on standard input, `ANYONE`.
 
     Raises:
         APIError: 403 without this scope.
@@ -129,14 +130,8 @@ def _principal(context: Context[Any, Any], scope: Scope) -> Principal:
     return who
 
 
-def _within(service: Service, text: str) -> str:
-    if len(text) > service.limits.question_characters:
-        raise APIError(400, f"a question may have {service.limits.question_characters:,} characters")
-    return text
-
-
-async def _told(work: Callable[[], Awaitable[_T]]) -> _T:
-    """Does the work; an error is told as HTTP tells it."""
+async def _with_tool_errors(work: Callable[[], Awaitable[_T]]) -> _T:
+    """Does the work, and raises its errors as `ToolError` with the messages that HTTP responses have."""
     try:
         return await work()
     except APIError as error:

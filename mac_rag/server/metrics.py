@@ -1,4 +1,4 @@
-"""Numbers for Prometheus: how long requests and their parts take, how large batches and banks are."""
+"""Metrics for Prometheus: durations of requests and their parts, sizes of batches and banks."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 
 
 class Banks(Protocol):
-    """Whoever serves banks."""
+    """An object that serves banks: `BankCatalog` or `Replica`."""
 
     def served(self) -> Sequence[ServedBank]:
-        """The banks that are served."""
+        """The open banks."""
 
 
 class Metrics:
-    """The numbers of one server.
+    """The metrics of one server.
 
     Args:
-        catalog: its banks, whose sizes are read at each scrape.
+        catalog: the server's banks, whose sizes are read at each scrape.
     """
 
     def __init__(self, catalog: Banks) -> None:
@@ -56,7 +56,7 @@ class Metrics:
             registry=self._registry,
         )
         self.pending = Gauge("mac_rag_pending", "Work that waits or runs.", ("kind",), registry=self._registry)
-        self._registry.register(_Banks(catalog))
+        self._registry.register(_BankCollector(catalog))
 
     def request(self, method: str, route: str, status: int, seconds: float) -> None:
         """Counts a request."""
@@ -65,7 +65,7 @@ class Metrics:
 
     @contextmanager
     def part(self, name: str) -> Iterator[None]:
-        """Measures a part of a request."""
+        """Measures how long the block takes, as a part of a request."""
         began = time.perf_counter()
         try:
             yield
@@ -77,12 +77,12 @@ class Metrics:
         self._batches.observe(questions)
 
     def text(self) -> bytes:
-        """All numbers, as Prometheus reads them."""
+        """All metrics in Prometheus' text format."""
         return generate_latest(self._registry)
 
 
-class _Banks:
-    """Sizes of banks, and hits of their caches."""
+class _BankCollector:
+    """Collects the sizes of banks, and hits and misses of their caches."""
 
     def __init__(self, catalog: Banks) -> None:
         self._catalog = catalog

@@ -1,4 +1,4 @@
-"""Bodies of requests: JSON within bounds, and the fields that routes take."""
+"""Bodies of requests: JSON read within bounds, and the fields of each route."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ Finite = Annotated[float, Field(allow_inf_nan=False)]
 
 
 class StrictRequest(Request):
-    """A request whose JSON is read within bounds: of nesting, of digits, each name once, no NaN."""
+    """A request whose JSON is read within bounds of nesting and digits, with each name once and without NaN."""
 
     async def json(self) -> Any:
         try:
             return parse_json(await self.body(), depth=METADATA_DEPTH + 4, containers=ROW_CONTAINERS)
         except MalformedError as error:
-            raise HTTPException(400, f"the body is no JSON that this server takes: {error}") from None
+            raise HTTPException(400, f"the body is not JSON that this server takes: {error}") from None
 
 
 class StrictRoute(APIRoute):
@@ -40,7 +40,7 @@ class StrictRoute(APIRoute):
 
 
 class Body(BaseModel):
-    """A body: an unknown field is an error, because it would have no effect."""
+    """A body in which an unknown field is an error, because it would have no effect."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
@@ -54,7 +54,7 @@ class ChatMessage(Body):
     role: Literal["system", "developer", "user", "assistant"]
     content: str | list[TextPart] | None = None
     name: str | None = None
-    # A client sends back the message of an answer as it came, with what was empty in it.
+    # Clients send the message of an answer back as it came, including its empty fields.
     refusal: str | None = None
     audio: None = None
     function_call: None = None
@@ -64,9 +64,9 @@ class ChatMessage(Body):
     @model_validator(mode="after")
     def _says_something(self) -> ChatMessage:
         if self.tool_calls:
-            raise ValueError("calls of tools are not supported; leave the message out")
+            raise ValueError("tool calls are not supported; leave the message out")
         if self.content is None and self.role != "assistant":
-            raise ValueError(f"a message of the {self.role} must have a content")
+            raise ValueError(f"a message with the role {self.role} must have a content")
         return self
 
     @property
@@ -84,8 +84,8 @@ class StreamOptions(Body):
 Stop = Annotated[str, Field(min_length=1, max_length=256)]
 
 
-class Asked(Body):
-    """What the two kinds of completions have in common. Fields behind `bank` are this server's own."""
+class AnswerRequest(Body):
+    """The common fields of chat completions and completions. OpenAI's come first; `bank` and later ones are our own."""
 
     model: str = Field(max_length=256)
     stream: bool | None = None
@@ -96,14 +96,14 @@ class Asked(Body):
     n: int | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
     stop: Stop | Annotated[list[Stop], Field(max_length=4)] | None = None
-    # Without effect on what is answered.
+    # These have no effect on answers.
     user: str | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
     metadata: dict[str, Any] | None = None
     store: bool | None = None
     service_tier: str | None = None
-    # Of these, only the value that changes nothing is taken.
+    # Of these, only a value that changes nothing is allowed.
     presence_penalty: Finite | None = None
     frequency_penalty: Finite | None = None
     logit_bias: dict[str, Any] | None = None
@@ -116,14 +116,16 @@ class Asked(Body):
     k: Annotated[int, Field(ge=1, le=100)] | None = Field(None, description="Documents to retrieve.")
     retriever: str | bool | None = Field(None, description="false or none to retrieve nothing.")
     memory: bool = Field(True, description="false to answer without the bank's memory.")
-    memory_weight: Annotated[Finite, Field(gt=0, le=1)] | None = Field(None, description="lambda behind documents.")
+    memory_weight: Annotated[Finite, Field(gt=0, le=1)] | None = Field(
+        None, description="lambda: weight of the LM with memory if documents were retrieved."
+    )
     min_confidence: Finite | None = Field(
         None, description='From 0 to 1: say "I don\'t know" in place of an answer that is less likely to be right.'
     )
     sources: Annotated[int, Field(ge=0, le=100)] = Field(5, description="Documents to name as sources, at most.")
 
 
-class ChatRequest(Asked):
+class ChatRequest(AnswerRequest):
     messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=256)]
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     logprobs: bool | None = None
@@ -134,7 +136,7 @@ class ChatRequest(Asked):
     parallel_tool_calls: bool | None = None
 
 
-class CompletionRequest(Asked):
+class CompletionRequest(AnswerRequest):
     prompt: str | Annotated[list[str], Field(min_length=1, max_length=32)]
     logprobs: int | None = None
     echo: bool | None = None
@@ -165,7 +167,7 @@ class NewDocument(Body):
 
 class NewDocuments(Body):
     documents: Annotated[list[NewDocument], Field(min_length=1)]
-    wait: bool = Field(True, description="false to answer at once with a job.")
+    wait: bool = Field(True, description="false to get a job at once instead of waiting.")
 
 
 class DocumentIds(Body):
@@ -179,16 +181,16 @@ class SearchRequest(Body):
     as_of: str | None = Field(None, max_length=100)
 
 
-# What a route asks of whoever uses it: `Reader`, `Writer` or `Admin` in its signature.
+# The scope that a route needs: `Reader`, `Writer` or `Admin` in its signature.
 
 
 def needs(scope: Scope) -> Callable[[Request], Principal]:
-    """A dependency that gives whoever makes the request, and refuses a key without this scope."""
+    """A FastAPI dependency that returns the request's principal, and refuses one without this scope."""
 
     def principal(request: Request) -> Principal:
         who: Principal | None = request.state.principal
         if who is None:
-            raise APIError(401, "give a key: Authorization: Bearer KEY", code="invalid_api_key")
+            raise APIError(401, "the key is missing; send Authorization: Bearer KEY", code="invalid_api_key")
         if not who.may(scope):
             raise APIError(403, f"this needs a key with the scope {scope}, and this one has {who.scope}")
         return who

@@ -1,4 +1,4 @@
-"""One bank of the server: its engine, what it is asked about documents, and changes that take turns."""
+"""One bank of the server: its engine, requests about its documents, and changes that take turns."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ class ServedBank:
         retriever: the name of its retriever; `none` for none.
 
     Attributes:
-        opening: a random name of this opening of the bank.
-        changes: how many changes have ended since then.
+        opening: a random id, new each time the bank is opened.
+        changes: number of changes since it was opened.
     """
 
     def __init__(self, name: str, engine: MACEngine, retriever: str) -> None:
@@ -51,14 +51,14 @@ class ServedBank:
 
     @property
     def nbytes(self) -> int | None:
-        """Bytes of its rows; None for a bank in shards, whose rows are in other processes."""
+        """Bytes of the bank's rows; None for a bank in shards, whose rows are in other processes."""
         return self.bank.nbytes if isinstance(self.bank, MemoryBank) else None
 
     def __len__(self) -> int:
         return len(self.engine.snapshot)
 
     def info(self) -> dict[str, Any]:
-        """What a client is told of the bank."""
+        """The bank as clients see it."""
         bank, seen = self.bank, self.engine.snapshot
         return {
             "name": self.name,
@@ -76,21 +76,22 @@ class ServedBank:
     def put(
         self, documents: Sequence[Document], on_bad: Callable[[Document, MACError], object] | None = None
     ) -> AdaptReport:
-        """Remembers documents; they are on the disk when it returns.
+        """Remembers documents, which are on the disk when the call returns.
 
         Args:
             documents: the documents.
-            on_bad: takes each document that cannot be adapted to, and its error; None to refuse all of them then.
+            on_bad: called with each document that cannot be adapted, and its error; None to raise the error, and then
+                none of the documents is remembered.
 
         Raises:
-            APIError: when the bank is being deleted, or the server ends.
+            APIError: if the bank is being deleted, or the server is closing.
             MACError: as `MACEngine.adapt`.
         """
         with self._change():
             return self.engine.adapt(documents, on_bad=on_bad)
 
     def forget(self, document_ids: Sequence[str]) -> list[str]:
-        """Deletes documents, and returns the ids of all that the bank has forgotten. Unknown ids are left out."""
+        """Deletes documents, and returns the ids of all documents that the bank forgot. Unknown ids are ignored."""
         gone: dict[str, None] = {}
         with self._change():
             for name in document_ids:
@@ -104,21 +105,21 @@ class ServedBank:
         return document_id in self.engine.snapshot or (retriever is not None and document_id in retriever)
 
     def compact(self) -> None:
-        """Removes from the disk what is left of deleted documents."""
+        """Removes what is left of deleted documents from the disk."""
         with self._change():
             self.engine.compact()
 
     def close(self) -> None:
-        """Waits for the change under way, and refuses all further ones."""
+        """Waits for the running change, and refuses all further ones."""
         with self._changing:
             self._closed = True
             self.bank.close()
 
     def document(self, document_id: str) -> dict[str, Any]:
-        """A document: id, metadata, date, and its text where the bank or the retriever keeps it.
+        """A document: id, metadata, date, and its text if the bank or the retriever keeps it.
 
         Raises:
-            APIError: 404 when the bank does not hold it.
+            APIError: 404 if the bank does not hold it.
         """
         seen = self.engine.snapshot
         if document_id not in seen:
@@ -140,11 +141,11 @@ class ServedBank:
         """Documents without their texts, oldest first, and whether there are more.
 
         Args:
-            after: begin behind this document; None for the first.
-            limit: most documents.
+            after: id of a document after which to begin; None for the first page.
+            limit: most documents to return.
 
         Raises:
-            APIError: 404 when the bank does not hold the document `after`.
+            APIError: 404 if the bank does not hold the document `after`.
         """
         members = self._members(after)
         page = [_described(member) for member in islice(members, limit)]
@@ -163,27 +164,27 @@ class ServedBank:
                     found = True
 
     def allowed(self, filters: Filters | None) -> frozenset[str] | None:
-        """Ids of the documents whose metadata fit; None without filters. Those of recent filters are remembered."""
+        """Ids of the documents whose metadata match; None without filters. The results of recent filters are cached."""
         if not filters:
             return None
         seen = self.engine.snapshot
         key = (seen.version, repr(sorted(filters.items())))
-        found = self._filtered.get(key)
-        if found is None:
-            found = frozenset(
+        ids = self._filtered.get(key)
+        if ids is None:
+            ids = frozenset(
                 member.document_id for entry in seen for member in entry.members if fits(member.metadata, filters)
             )
             if len(self._filtered) >= _REMEMBERED_FILTERS:
                 self._filtered.clear()
-            self._filtered[key] = found
-        return found
+            self._filtered[key] = ids
+        return ids
 
     def _change(self) -> _Change:
         return _Change(self)
 
 
 class _Change:
-    """A turn to change a bank; refused once it is closed."""
+    """A turn to change a bank, which is refused once the bank is closed."""
 
     def __init__(self, bank: ServedBank) -> None:
         self._bank = bank
@@ -192,7 +193,9 @@ class _Change:
         self._bank._changing.acquire()
         if self._bank._closed:
             self._bank._changing.release()
-            raise APIError(503, "the bank is being closed; nothing was changed", code="closing", retry_after=5)
+            raise APIError(
+                503, "the bank is being closed, so nothing was changed; try again", code="closing", retry_after=5
+            )
 
     def __exit__(self, *error: object) -> None:
         self._bank.changes += 1

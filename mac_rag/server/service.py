@@ -1,4 +1,4 @@
-"""What a server is made of, without HTTP: the model, banks, threads, jobs, keys and logs."""
+"""The parts of a server, without HTTP: the model, banks, threads, jobs, keys and logs."""
 
 from __future__ import annotations
 
@@ -34,26 +34,26 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 KEYS = "keys.json"
-# Seconds between questions that arrive in one crowd: their clients read an answer and ask again.
+# Longest time in seconds between two questions of one crowd, whose clients read an answer and then ask again.
 BETWEEN_QUESTIONS = 0.02
 
 
 @dataclass(frozen=True)
 class Limits:
-    """Bounds of requests. Whatever is beyond one of them is refused before anything is computed.
+    """Bounds of requests. A request that exceeds one of them is refused before anything is computed.
 
     Attributes:
         body_bytes: largest body of a request.
-        body_seconds: the longest time that a client takes to send a body.
-        question_characters: longest question, conversation or search.
+        body_seconds: longest time for a client to send a body.
+        question_characters: longest question, text of a prompt or search.
         document_characters: longest document.
         documents: most documents in the body of one request; uploaded files may hold more.
         answer_tokens: longest answer.
-        pending: questions that wait or are answered at a time; one more is refused with 429.
-        writes: changes of banks that wait or run at a time.
-        jobs: jobs that wait or run at a time.
-        question_seconds: the longest time that a question waits and is answered.
-        requests_per_minute: of one key; 0 for any number.
+        pending: most questions that wait or are answered at a time; one more is refused with 429.
+        writes: most changes of banks that wait or run at a time.
+        jobs: most jobs that wait or run at a time.
+        question_seconds: longest time for a question to wait and be answered.
+        requests_per_minute: most requests a minute of one key; 0 for any number.
     """
 
     body_bytes: int = 64 << 20
@@ -77,14 +77,14 @@ class Service:
     """One server's state.
 
     Args:
-        folder: where everything is kept; one process at a time can serve it.
+        folder: the server's folder, which one process at a time can serve.
         model: the model.
-        model_name: what the API calls it.
-        limits: bounds of requests.
-        replicas: processes that answer questions; None to answer in this one. New banks are in as many shards.
+        model_name: the API's name of the model.
+        limits: bounds of requests; None for the defaults.
+        replicas: processes that answer questions, as many as a new bank has shards; None to answer in this process.
 
     Raises:
-        ConfigError: for a name that holds a colon, which stands before the name of a bank; for a folder that cannot be
+        ConfigError: for an empty name, or one with a colon, which separates model and bank; for a folder that cannot be
             written.
     """
 
@@ -97,7 +97,7 @@ class Service:
         replicas: Replicas | None = None,
     ) -> None:
         if ":" in model_name or not model_name:
-            raise ConfigError(f"{model_name!r} cannot name a model here; give one without a colon by --model-name")
+            raise ConfigError(f"{model_name!r} cannot name a model here; give a name without a colon: --model-name")
         make_writable_folder(folder)
         self.limits = limits or Limits()
         self.model = model
@@ -105,7 +105,7 @@ class Service:
         self.keys = KeyStore(folder / KEYS)
         self.audit = AuditLog(folder / "audit.jsonl")
         self.uploads = folder / "uploads"
-        shutil.rmtree(self.uploads, ignore_errors=True)  # of jobs that a killed process had
+        shutil.rmtree(self.uploads, ignore_errors=True)  # left by jobs of a killed process
         self.catalog = BankCatalog(folder, model, None if replicas is None else replicas.count)
         self.metrics = Metrics(self.catalog)
         for bank in self.catalog.served():
@@ -129,17 +129,17 @@ class Service:
         self.ready = True
 
     def bank(self, name: str, who: Principal) -> ServedBank:
-        """A bank that somebody may see.
+        """A bank that a principal may see.
 
         Raises:
-            APIError: 404, the same for a bank that is not there and for one that it may not see.
+            APIError: 404 for an unknown bank, and the same 404 for one that the principal may not see.
         """
         if not who.sees(name):
             raise no_such_bank(name)
         return self.catalog.get(name)
 
     def banks(self, who: Principal) -> list[ServedBank]:
-        """The banks that somebody may see."""
+        """The banks that a principal may see."""
         return [bank for bank in self.catalog.served() if who.sees(bank.name)]
 
     def create_bank(
@@ -148,20 +148,35 @@ class Service:
         """Makes a bank.
 
         Raises:
-            APIError: 403 for a name outside of those that the key may use; and as `BankCatalog.create`.
+            APIError: 403 for a name that the key may not use; and as `BankCatalog.create`.
         """
         if not who.sees(name):
-            raise APIError(403, f"this key may make no bank {name!r:.80}; its banks are {', '.join(who.banks)}")
+            raise APIError(
+                403, f"this key may not make a bank {name!r:.80}; choose a name that matches {' or '.join(who.banks)}"
+            )
         bank = self.catalog.create(name, retriever=retriever, keep_texts=keep_texts, secure_delete=secure)
         bank.engine.on_batch = self.metrics.batch
         self.audit.note(who.name, "bank.create", name, retriever=retriever)
         return bank
 
-    def encoder(self) -> Encoder:
-        """The sentence encoder, loaded when it is first asked for.
+    def checked_question(self, text: str) -> str:
+        """Returns a question, prompt or search if it is not too long.
 
         Raises:
-            APIError: 400 where its package is not installed.
+            APIError: 400 if it has more than `Limits.question_characters`.
+        """
+        most = self.limits.question_characters
+        if len(text) > most:
+            raise APIError(
+                400, f"a text has {len(text):,} characters, and {most:,} are the most; shorten it", code="too_long"
+            )
+        return text
+
+    def encoder(self) -> Encoder:
+        """The sentence encoder, which the first call loads.
+
+        Raises:
+            APIError: 400 if its package is not installed.
         """
         with self._encoder_lock:
             if self._encoder is None:
@@ -174,13 +189,13 @@ class Service:
             return self._encoder
 
     def refuse_new_work(self) -> None:
-        """Refuses questions and changes from now on; those that have begun are finished."""
+        """Refuses questions and changes from now on; running ones are finished."""
         self.ready = False
         for workers in (self.questions, self.writes, self.reads):
             workers.refuse()
 
     def close(self) -> None:
-        """Finishes what has begun, and closes all banks."""
+        """Finishes running work, and closes all banks."""
         self.refuse_new_work()
         self.jobs.close()
         for workers in (self.questions, self.writes, self.reads):
@@ -199,10 +214,10 @@ _NO_FOLLOW = getattr(os, "O_NOFOLLOW", 0)
 
 
 class AuditLog:
-    """Appends one line of JSON for each change, after it is on the disk.
+    """Appends one line of JSON for each change, after the change is on the disk.
 
     Args:
-        path: the file; it is made with the mode 0600, and followed if it is moved away.
+        path: the file, created with the mode 0600. If it is moved away, a new one is created.
     """
 
     def __init__(self, path: Path) -> None:
@@ -214,7 +229,7 @@ class AuditLog:
 
         Args:
             who: name of the key.
-            action: what was done, as `bank.create`.
+            action: the kind of change, such as `bank.create`.
             bank: name of the bank.
             details: numbers, and ids of documents.
         """

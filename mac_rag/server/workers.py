@@ -1,4 +1,4 @@
-"""Threads that do what requests ask for: so many at a time, and only as long as somebody waits."""
+"""Threads that do the work of requests: a bounded number at a time, and only as long as somebody waits."""
 
 from __future__ import annotations
 
@@ -17,16 +17,19 @@ _T = TypeVar("_T")
 
 
 class ClientGoneError(Exception):
-    """The client has closed its connection, so nobody reads an answer."""
+    """The client has closed its connection, so nobody will read the answer."""
 
 
 class Workers:
-    """A bounded number of threads for one kind of work. What is beyond it is refused at once and never waits.
+    """A bounded number of threads for one kind of work. Work beyond the bound is refused at once.
 
     Args:
-        kind: what is refused, for the message.
-        most: units of work that wait or run at a time; a question is one unit.
-        seconds: the longest time that one piece of work takes, as its client sees it; None for any time.
+        kind: the kind of work, for messages.
+        most: most units of work that wait or run at a time; a question is one unit.
+        seconds: longest time for one piece of work, including its wait; None for any time.
+
+    Attributes:
+        pending: units of work that wait or run now.
     """
 
     def __init__(self, kind: str, most: int, seconds: float | None = None) -> None:
@@ -44,14 +47,14 @@ class Workers:
         """Runs work in a thread.
 
         Args:
-            work: what to do; it is given a function that says True once nobody waits for it any more.
-            connection: whoever waits; None to finish the work whoever has gone.
-            units: how much of the bound it takes.
+            work: the work; called with a function that returns True once nobody waits for the result any more.
+            connection: the request that waits; None to finish the work even if the client has gone.
+            units: units of work that it counts as.
 
         Raises:
-            APIError: 429 when too much waits; 503 when the server ends; 504 when it takes too long.
-            ClientGoneError: when the client has gone.
-            Exception: what `work` raises.
+            APIError: 429 if too much work waits; 503 if the server is closing; 504 if the work takes too long.
+            ClientGoneError: if the client has gone.
+            Exception: any error that `work` raises.
         """
         gone = threading.Event()
         waiting = asyncio.wrap_future(self._start(lambda: work(gone.is_set), units))
@@ -71,11 +74,11 @@ class Workers:
                 watching.cancel()
 
     async def stream(self, produce: Callable[[], Iterator[_T]]) -> AsyncGenerator[_T, None]:
-        """Yields what an iterator yields that runs in a thread. It ends early when nobody reads on.
+        """Runs an iterator in a thread, and yields its items. The iterator ends early if nobody reads on.
 
         Raises:
             APIError: as `run`.
-            Exception: what the iterator raises.
+            Exception: any error that the iterator raises.
         """
         gone = threading.Event()
         loop = asyncio.get_running_loop()
@@ -113,23 +116,25 @@ class Workers:
             gone.set()
 
     def refuse(self) -> None:
-        """Refuses all further work; what has begun is finished."""
+        """Refuses all further work; running work is finished."""
         self._closing = True
 
     def close(self) -> None:
-        """Refuses all further work, and waits for what has begun."""
+        """Refuses all further work, and waits for running work."""
         self.refuse()
         self._pool.shutdown(wait=True, cancel_futures=True)
 
     def _start(self, work: Callable[[], _T], units: int) -> Future[_T]:
         with self._lock:
             if self._closing:
-                raise APIError(503, "the server ends; nothing was done", code="closing", retry_after=5)
-            # A request that is larger than the bound is taken if nothing else is there.
+                raise APIError(
+                    503, "the server is closing, so nothing was done; try again", code="closing", retry_after=5
+                )
+            # A request that exceeds the bound by itself is taken if nothing else is pending.
             if self.pending and self.pending + units > self._most:
                 raise APIError(
                     429,
-                    f"{self.pending} {self._kind} wait or run, and {self._most} may; try again",
+                    f"{self.pending} {self._kind} wait or run, and {self._most} are the most; try again",
                     code="busy",
                     retry_after=1,
                 )
@@ -147,16 +152,18 @@ class Workers:
             self.pending -= units
 
     def _late(self) -> APIError:
-        return APIError(504, f"it took more than {self._seconds:g} s; ask again, or ask for less", code="timeout")
+        return APIError(
+            504, f"the request took more than {self._seconds:g} s; ask again, or ask for less", code="timeout"
+        )
 
 
 async def _watch(connection: Request) -> None:
-    """Returns when the client has gone. Its request has been read, so nothing else is received."""
+    """Returns when the client has gone. Its request has been read completely, so no other message arrives."""
     while (await connection.receive())["type"] != "http.disconnect":
         pass
 
 
 def _ignore(future: asyncio.Future[Any]) -> None:
-    """Takes the exception of work that nobody waits for."""
+    """Retrieves the exception of work that nobody waits for, so that asyncio does not log it."""
     if not future.cancelled():
         future.exception()

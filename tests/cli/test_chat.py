@@ -52,12 +52,12 @@ def test_commands_and_sources(bank: Path, tmp_path: Path) -> None:
     retriever = ("--retriever", "bm25", "--retriever-folder", tmp_path / "texts", "--k", 1)
     done = chat(bank, "/sources\n/help\nWhich bridge was closed?\n/sources\n/quit\nWho?\n", *retriever)
     assert done.exit_code == 0, done.output
-    assert done.stdout.startswith("nothing was answered yet\n/sources  the documents")
+    assert done.stdout.startswith("no question was answered yet\n/sources  the documents")
     assert "retrieved: b\\u001b[2J\n" in done.stdout
     assert "\x1b" not in done.stdout
     table = done.stdout.partition("retrieved:")[2]
     assert table.count("%") == 2
-    assert chat(bank, "/nonsense\n").stderr == "/nonsense is no command; /help lists them\n"
+    assert chat(bank, "/nonsense\n").stderr == "/nonsense is not a command; /help lists them\n"
 
 
 def test_an_error_is_told_and_the_conversation_goes_on(bank: Path) -> None:

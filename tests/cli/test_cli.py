@@ -69,7 +69,8 @@ def test_a_folder_of_pages_is_remembered_with_their_titles(model: str, tmp_path:
     bank = MemoryBank.open(tmp_path / "bank")
     assert bank[str(tmp_path / "in" / "deep" / "a.html")].metadata == {"title": "May"}
     (tmp_path / "in" / "c.docx").write_bytes(b"PK")
-    assert "c.docx is no Word file" in refusal("adapt", tmp_path / "in", "--bank", tmp_path / "bank", "--model", model)
+    message = refusal("adapt", tmp_path / "in", "--bank", tmp_path / "bank", "--model", model)
+    assert "c.docx is not a Word file" in message
 
 
 def test_what_is_bad_is_left_out_and_listed_and_nothing_else(model: str, tmp_path: Path) -> None:
@@ -107,7 +108,7 @@ def test_what_is_bad_is_left_out_and_listed_and_nothing_else(model: str, tmp_pat
     assert len(listed) == len(starts), listed
     for line, start in zip(listed, starts):
         assert line.startswith(start), line
-    assert listed[6].endswith("nothing behind it in this file is read")
+    assert listed[6].endswith("nothing after it in this file is read")
 
     again = run(*arguments, "--skip-bad")
     assert again.stdout.startswith("0 added, 0 updated, 5 unchanged")
@@ -177,8 +178,8 @@ class TestBadInput:
     @pytest.mark.parametrize(
         ("options", "message"),
         [
-            (["--actors", 2], "--actors 2 is for --ray; add --ray, or leave it out"),
-            (["--ray", "--device-map", "auto"], "--device-map auto is for one process; leave it out, or --ray"),
+            (["--actors", 2], "--actors 2 needs --ray; add --ray, or leave --actors out"),
+            (["--ray", "--device-map", "auto"], "--device-map auto does not work with --ray; leave one of them out"),
         ],
     )
     def test_options_of_ray(self, tmp_path: Path, options: list[object], message: str) -> None:
@@ -205,7 +206,7 @@ class TestBadInput:
 
     def test_folder_of_other_files(self, model: str, notes: list[str], tmp_path: Path) -> None:
         before = sorted(tmp_path.iterdir())
-        assert "no memory bank" in refusal("adapt", *notes, "--bank", tmp_path, "--model", model)
+        assert "empty folder for --bank" in refusal("adapt", *notes, "--bank", tmp_path, "--model", model)
         assert sorted(tmp_path.iterdir()) == before
 
     def test_unknown_model(self, notes: list[str], tmp_path: Path) -> None:

@@ -86,7 +86,7 @@ def test_a_date_of_another_form_is_named(tmp_path: Path, date: str) -> None:
 @pytest.mark.parametrize("change", [{"ans_paragraph": "Another text."}, {"title": "GOLF"}, {"date": "1999-01-01"}])
 def test_one_id_for_two_documents_is_refused(tmp_path: Path, change: dict[str, str]) -> None:
     file = write(tmp_path / "test.csv", {}, change)
-    with pytest.raises(DataError, match=r"row 2 .*, column 'para_id': '1043631_15' names a document of another"):
+    with pytest.raises(DataError, match=r"row 2 .*, column 'para_id': '1043631_15' names a document with another"):
         read_archivalqa(file, "test")
 
 
@@ -160,7 +160,7 @@ def test_what_the_schema_cannot_hold_is_refused(tmp_path: Path) -> None:
         "in the order in which the questions first ask": QADataset("any", "train", (first, second), asked),
         "'q' has 2 answers": one(first, "x", "y"),
         r"cannot hold: \['source'\]": one(Document("1", "one", {**dated, "source": "wire"}), "x"),
-        "has no date such as 2004-01-31 in its metadata, but ''": one(Document("1", "one"), "x"),
+        "has the date '' in its metadata; give one such as 2004-01-31": one(Document("1", "one"), "x"),
     }
     for message, dataset in cases.items():
         with pytest.raises(DataError, match=message):

@@ -78,7 +78,7 @@ def test_the_first_foreign_document_is_warned_of_once(caplog: pytest.LogCaptureF
         engine.adapt([Document("empresa", FOREIGN["es"])])
     [record] = caplog.records
     assert "(de)" in record.getMessage()
-    assert "mac-tiny reads (en)" in record.getMessage()
+    assert "mac-tiny does not read (it reads en)" in record.getMessage()
     assert "firma" in record.getMessage()
     assert "\x1b" not in record.getMessage()
     assert len(engine.bank) == len(english) + 3

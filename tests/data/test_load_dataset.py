@@ -44,9 +44,9 @@ def test_streamingqa_is_read_from_its_folder(tmp_path: Path) -> None:
         (("newswire", "test"), {"documents": 0}, "at least 1, got 0"),
         (("newswire", "test", "here"), {}, "generated and reads no path, got here"),
         (("newswire", "test"), {"hub": True}, "hub=True downloads SQuAD"),
-        (("squad", "test", "here"), {"hub": True}, "takes the place of a path"),
-        (("squad", "test"), {}, "squad needs the path of its files, or hub=True"),
-        (("archivalqa", "test"), {}, "archivalqa needs the path of its files$"),
+        (("squad", "test", "here"), {"hub": True}, "load squad without a path"),
+        (("squad", "test"), {}, "squad needs the path of its files; give it, or hub=True"),
+        (("archivalqa", "test"), {}, "archivalqa needs the path of its files; give it$"),
     ],
 )
 def test_a_request_that_cannot_be_met_is_named(

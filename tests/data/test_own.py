@@ -126,7 +126,7 @@ def test_the_moment_belongs_to_the_question(tmp_path: Path) -> None:
 def test_beside_a_file_of_documents_rows_name_documents_and_hold_none(tmp_path: Path) -> None:
     documents_and_questions(tmp_path)
     lines(tmp_path / "questions.jsonl", rows())
-    with pytest.raises(DataError, match="row 1, field 'document': the documents stand in a file of their own; name"):
+    with pytest.raises(DataError, match="row 1, field 'document': the documents are in a file of their own; name"):
         read(tmp_path)
     lines(tmp_path / "questions.jsonl", [{"question": "Who?", "answers": "Ada", "document_id": "d9"}])
     with pytest.raises(DataError, match="row 1, field 'document_id': there is no document 'd9'"):
@@ -145,7 +145,7 @@ def test_unanswerable_questions_are_left_out_and_counted(tmp_path: Path) -> None
     file.write_text(json.dumps({"data": [{"title": "T", "paragraphs": [{"context": "Ada came.", "qas": qas}]}]}))
     data = read(file)
     assert [question.id for question in data.questions] == ["a"]
-    assert data.notes == (f"{file}: 1 questions are left out, which are marked as impossible to answer",)
+    assert data.notes == (f"{file}: 1 questions are left out, because they are marked as impossible to answer",)
 
 
 @pytest.mark.parametrize(
@@ -165,12 +165,12 @@ def test_unanswerable_questions_are_left_out_and_counted(tmp_path: Path) -> None
         ),
         ({"document": "half \ud83d"}, r"row 2, field 'document': the character at index 5 is U\+D83D"),
         ({"id": True}, r"row 2, field 'id': it must be a text, got True"),
-        ({"id": "q0"}, r"row 2, field 'id': 'q0' is the id of another question further up"),
+        ({"id": "q0"}, r"row 2, field 'id': 'q0' is the id of another question in an earlier row"),
         ({"metadata": "x"}, r"row 2, field 'metadata': it must be an object"),
         ({"as_of": "03/04/2004"}, r"row 2, field 'as_of': the date '03/04/2004' can be read in several ways"),
         ({"as_of": True}, r"row 2, field 'as_of': True is no date"),
-        ({"document_id": "d0"}, r"row 2, field 'document_id': 'd0' is the id of another text further up"),
-        ({"document": TEXTS[0], "date": "2024"}, r"row 2, field 'date': document 'd0' has another one further up"),
+        ({"document_id": "d0"}, r"row 2, field 'document_id': 'd0' is the id of another text in an earlier row"),
+        ({"document": TEXTS[0], "date": "2024"}, r"row 2, field 'date': document 'd0' has another one in an earlier"),
     ],
 )
 def test_a_malformed_row_is_named_with_its_field(tmp_path: Path, change: dict[str, Any], message: str) -> None:
@@ -229,9 +229,9 @@ def test_another_layout_than_squads_is_named(tmp_path: Path, content: str, messa
 
 def test_columns_are_checked(tmp_path: Path) -> None:
     path = json_lines(tmp_path)
-    with pytest.raises(ConfigError, match="unknown field 'answer'; choose among id, document, question, answers"):
+    with pytest.raises(ConfigError, match="unknown field 'answer'; choose one of id, document, question, answers"):
         read(path, columns={"answer": "answers"})
-    with pytest.raises(DataError, match=r"row 1: no column 'q', which columns names for 'question'; it has 'id'"):
+    with pytest.raises(DataError, match=r"row 1: no column 'q', which .* for 'question'; choose one of 'id'"):
         read(path, columns={"question": "q"})
     with pytest.raises(ConfigError, match="columns are for data of your own; the files of squad have fixed names"):
         load_dataset("squad", "test", path, columns={"question": "q"})
@@ -260,5 +260,5 @@ def test_a_path_that_is_no_data_is_named(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"there is no .*nowhere; give a file, a folder"):
         read(tmp_path / "nowhere")
     (tmp_path / "rows.txt").touch()
-    with pytest.raises(DataError, match=r"rows\.txt is of no kind that is read; give a file that ends in \.jsonl, "):
+    with pytest.raises(DataError, match=r"rows\.txt has an unknown ending; give a file that ends in \.jsonl, "):
         read(tmp_path / "rows.txt")

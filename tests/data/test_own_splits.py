@@ -83,12 +83,10 @@ def test_questions_without_documents_have_the_whole_corpus_in_every_split(tmp_pa
     data = read(tmp_path, "test")
     assert [document.id for document in data.documents] == ["0", "1", "2"]
     assert [question.document_id for question in data.questions] == [None] * 3
-    with pytest.raises(
-        DataError, match="question 'q0' names no document, and this needs the document of each question"
-    ):
+    with pytest.raises(DataError, match="question 'q0' names no document, but the document of each question is needed"):
         data.questions_by_document()
     assert load_dataset("own", "test", tmp_path, documents=3) == data
-    with pytest.raises(ConfigError, match="first 2 of 3 documents are asked for, but the questions name no documents"):
+    with pytest.raises(ConfigError, match="first 2 of 3 documents were requested, but the questions name no documents"):
         load_dataset("own", "test", tmp_path, documents=2)
     lines(tmp_path / "dev.jsonl", [{"id": "x", "question": "Who?", "golden_answers": ["Ada"], "document_id": 0}])
     with pytest.raises(DataError, match="question 'q0' names no document, but others do"):
@@ -155,7 +153,7 @@ def test_questions_whose_documents_are_drawn_apart_are_left_out_and_counted(tmp_
     kept = sum(len(data.questions) for data in splits)
     assert 0 < kept < len(pairs)
     assert len(read(tmp_path).questions) == len(pairs)
-    note = f"{len(pairs) - kept:,} questions are left out, whose documents are in different splits"
+    note = f"{len(pairs) - kept:,} questions are left out, because their documents are in different splits"
     assert all(any(note in each for each in data.notes) for data in splits)
     lines(tmp_path / "documents.jsonl", [{**text, "title": "One"} for text in texts])
     of_all = read(tmp_path, drawn_split(Document("", "", {"title": "One"})))
@@ -178,7 +176,9 @@ def test_further_documents_that_cannot_be_are_named(tmp_path: Path, change: dict
     lines(tmp_path / "questions.jsonl", [{**of_several("q", 0, 1), **change}])
     with pytest.raises(DataError, match=message):
         read(tmp_path)
-    with pytest.raises(DataError, match="field 'further_document_ids': only questions apart from their documents"):
+    with pytest.raises(
+        DataError, match="field 'further_document_ids': a row with the text of its document cannot name"
+    ):
         read(lines(tmp_path / "rows.jsonl", [{**rows()[0], "further_document_ids": ["d1"]}]))
 
 
@@ -187,5 +187,5 @@ def test_a_split_without_questions_tells_where_they_are(tmp_path: Path) -> None:
     for document in read(path).documents:
         own = drawn_split(document)
     other = "val" if own == "test" else "test"
-    with pytest.raises(DataError, match=f"split '{other}' of .* holds no question: of all 3, .*3 are in {own}"):
+    with pytest.raises(DataError, match=f"split '{other}' of .* holds no questions: of all 3, .*3 are in {own}"):
         read(path, other)

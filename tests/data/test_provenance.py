@@ -35,7 +35,7 @@ REFUSED = {
     "NUL in the id": (Document("\0", "a"), r"id '\x00' of a document: the character at index 0 is NUL"),
     "an empty id": (Document("", "a"), "id '' of a document: it has no visible character"),
     "an id of controls": (Document("\x1b\u200b ", "a"), "it has no visible character"),
-    "no id": (Document(7, "a"), "ids of documents must be texts, got 7"),  # type: ignore[arg-type]
+    "no id": (Document(7, "a"), "a document's id is 7; give a text"),  # type: ignore[arg-type]
     "a half of a pair in metadata": (
         Document("x", "a", {"b": [{"c": "d\ud800"}]}),
         "metadata of document 'x' cannot be kept as JSON: in metadata['b'][0]['c'], the character at index 1 is U+D800",

@@ -100,8 +100,8 @@ def test_questions_that_nothing_answers_are_left_out_and_counted(tmp_path: Path)
     dataset = read_realtimeqa(tmp_path)
     assert [question.id for question in dataset.questions] == ["20230609_0"]
     assert dataset.notes[:2] == (
-        "1 questions are left out, which name no right choice",
-        "1 questions are left out, which have neither evidence nor search results",
+        "1 questions are left out, because they name no right choice",
+        "1 questions are left out, because they have neither evidence nor search results",
     )
 
 
@@ -152,7 +152,7 @@ def test_what_single_public_files_have_is_read(tmp_path: Path) -> None:
     write(tmp_path / "20230609_qa.jsonl", {**JUNE, "answer": "1"}, {**JUNE, "answer": "1"}, blank)
     dataset = read_realtimeqa(tmp_path)
     assert [(question.id, question.answers) for question in dataset.questions] == [("20230609_0", ("Orsena",))]
-    assert dataset.notes[0] == "1 questions are left out, which name no right choice"
+    assert dataset.notes[0] == "1 questions are left out, because they name no right choice"
 
 
 def test_two_questions_of_one_id_are_told_apart_by_their_weeks(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ import pytest
 
 from mac_rag.data.squad import (
     PARTS,
-    Part,
+    SplitRange,
     SquadRow,
     download_squad,
     read_hub_rows,
@@ -24,7 +24,7 @@ from mac_rag.data.squad import (
 )
 from mac_rag.errors import DataError
 
-WHOLE = Part("small.json", "small", 0, 4, 4)
+WHOLE = SplitRange("small.json", "small", 0, 4, 4)
 
 
 def layout(*articles: tuple[str, list[tuple[str, list[tuple[str, list[str]]]]]]) -> dict[str, Any]:
@@ -93,7 +93,7 @@ def test_titles_that_differ_only_in_signs_keep_their_documents_apart() -> None:
 
 
 def test_a_split_is_a_range_of_rows(tmp_path: Path) -> None:
-    part = Part("small.json", "small", 1, 3, 4)
+    part = SplitRange("small.json", "small", 1, 3, 4)
     dataset = select_rows(small_rows(tmp_path), part, "val", "small.json")
     assert [question.id for question in dataset.questions] == ["q1", "q2"]
     assert [document.text for document in dataset.documents] == ["D.", "E."]
@@ -206,7 +206,7 @@ def test_a_question_without_text_or_answer_is_named(
 ) -> None:
     rows = small_rows(tmp_path, layout(("A", [("Text.", [("q?", ["a"])]), (context, [(question, answers)])])))
     with pytest.raises(DataError, match=r"small.json, row 1 \('q1'\): paragraph, question or every answer is empty"):
-        select_rows(rows, Part("small.json", "small", 0, 2, 2), "test", "small.json")
+        select_rows(rows, SplitRange("small.json", "small", 0, 2, 2), "test", "small.json")
 
 
 def test_the_hubs_table_holds_the_same_rows(tmp_path: Path) -> None:

@@ -73,7 +73,7 @@ def test_questions_have_the_paragraph_and_moment_of_their_answer(tmp_path: Path)
         ),
     )
     [note] = dataset.notes
-    assert note.endswith("human_annotated_test.json: 1 questions are left out, which their pages do not answer")
+    assert note.endswith("human_annotated_test.json: 1 questions are left out, because their pages do not answer them")
 
 
 @pytest.mark.parametrize(

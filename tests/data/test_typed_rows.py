@@ -62,7 +62,7 @@ def test_a_bad_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"rows\.parquet, row 1: no 'text'; it has 'id', 'body'"):
         read_documents([write(tmp_path / "rows.parquet", [{"id": "1", "body": "Text."}])])
     (tmp_path / "rows.parquet").write_text("no Parquet")
-    with pytest.raises(DataError, match=r"rows\.parquet is no well-formed Parquet"):
+    with pytest.raises(DataError, match=r"rows\.parquet is not well-formed Parquet"):
         read_documents([tmp_path / "rows.parquet"])
     with pytest.raises(DataError, match=r"no\.parquet cannot be read: No such file"):
         read_documents([tmp_path / "no.parquet"])

@@ -50,7 +50,7 @@ class Doomed(Amortizer):
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
-        self.__dict__["_adapter"] = _Deadly()
+        self.__dict__["_writer"] = _Deadly()
 
 
 class _Deadly:

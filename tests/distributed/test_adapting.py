@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from mac_rag.adapting import GROUP, Adapter
+from mac_rag.adapting import GROUP, DocumentWriter
 from mac_rag.data.readers import read_documents
 from mac_rag.data.types import AdaptReport
 from mac_rag.distributed import adapting
@@ -126,16 +126,16 @@ def test_actors_make_the_bank_of_one_process(
     monkeypatch.setattr(adapting, "Amortizer", Counting)
     retriever = BM25Retriever()
     arguments = (loaded_tiny_model, tiny_checkpoint, tmp_path / "bank", files, retriever, actors)
-    write, calls = Adapter.write_encoded, []
+    write, calls = DocumentWriter.write_encoded, []
 
-    def write_two(self: Adapter, *values: Any) -> Any:
+    def write_two(self: DocumentWriter, *values: Any) -> Any:
         calls.append(values)
         if len(calls) > 2:
             raise BankError("the disk is full")
         return write(self, *values)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Adapter, "write_encoded", write_two)
+        patch.setattr(DocumentWriter, "write_encoded", write_two)
         with pytest.raises(BankError, match="the disk is full"):
             bulk_adapt(*arguments)
     assert amortized(tmp_path) == 3

@@ -17,6 +17,7 @@ from llama_index_instrumentation.base import BaseEvent
 from llama_index_instrumentation.event_handlers import BaseEventHandler
 
 from mac_rag.engine import Answer, MACEngine
+from mac_rag.integrations import framework
 from mac_rag.lm.prompt import FittedPrompt
 from mac_rag.model import MACModel
 
@@ -34,6 +35,11 @@ NEWS = {  # which mac-tiny reads
 }
 
 QUESTION = "Who opened the bridge of Norrland?"
+
+
+def forget_warnings() -> None:
+    """Allows every warning once more."""
+    framework._topics.clear()
 
 
 class HashEmbedding(BaseEmbedding):

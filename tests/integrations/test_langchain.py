@@ -259,7 +259,7 @@ class TestQuestions:
             ([HumanMessage(f"Context: a storm\n\nQuestion: {WORKERS}\nAnswer:")], InstructionError, "contexts="),
             ([HumanMessage(WORKERS), ToolMessage("180", tool_call_id="1")], InstructionError, "result of a tool"),
             ([HumanMessage([{"type": "image_url", "image_url": {"url": "a.png"}}])], MACError, "image_url"),
-            ([AIMessage("180")], MACError, "none among the messages"),
+            ([AIMessage("180")], MACError, "last user message, but the chat has none"),
             ([HumanMessage(" ")], DocumentError, "empty"),
         ],
     )
@@ -408,7 +408,7 @@ class TestChains:
         message = create_documents_chain(llm).invoke({"input": WORKERS, "context": list(map(Document, texts))})
         [expected] = llm.engine.answer([WORKERS], contexts=[texts], overflow="truncate")
         assert (message.content, message.response_metadata["mac_truncated"]) == (expected.text, True)
-        assert "beyond the LM's window" in caplog.text
+        assert "exceed the LM's window" in caplog.text
 
     def test_a_prompt_whose_wording_an_instruct_lm_reads(self, chatting: MACEngine) -> None:
         prompt = ChatPromptTemplate.from_messages([("system", "Use this: {context}"), ("human", "{input}")])

@@ -125,7 +125,7 @@ def test_the_user_is_told_of_a_context_beyond_the_window(
     index = index_of("Anna Berg opened the bridge of Norrland. " * 80)
     with caplog.at_level(logging.WARNING):
         run(index.as_query_engine(llm=llm, response_mode=mode, streaming=ask == "stream"), ask)
-    assert "beyond the LM's window; the documents were shortened" in caplog.text
+    assert "exceed the LM's window, so documents were shortened" in caplog.text
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -135,7 +135,7 @@ def test_a_context_beyond_even_llama_indexs_window_is_not_cut_silently(
     index = index_of(*(f"Number {i}. " + "Anna Berg opened the bridge of Norrland. " * 90 for i in range(8)))
     with caplog.at_level(logging.WARNING):
         index.as_query_engine(llm=llm, response_mode=mode, similarity_top_k=8).query(QUESTION)
-    assert "beyond the LM's window; the documents were shortened" in caplog.text
+    assert "exceed the LM's window, so documents were shortened" in caplog.text
 
 
 def run(queries: Any, ask: str) -> None:

@@ -83,7 +83,7 @@ def test_a_filter_that_lets_nothing_pass_leaves_the_context_alone(remembering: R
     expected = remembering.answer([QUESTION], contexts=[["Context."]], use_memory=False)[0].text
     assert llm.complete(QUESTION, contexts=["Context."]).text == expected
     assert not llm.remembers
-    with pytest.raises(BankError, match="filters let pass"):
+    with pytest.raises(BankError, match="passes the filters"):
         llm.complete(QUESTION)
     with pytest.raises(BankError, match="none of the documents"):
         MACLLM(engine=remembering, filters=only("nobody"), use_memory=True).complete(QUESTION)

@@ -25,12 +25,11 @@ from llama_index.vector_stores.chroma import ChromaVectorStore
 
 import mac_rag.adapting
 from mac_rag.errors import BankError, ConfigError
-from mac_rag.integrations.framework import forget_warnings
 from mac_rag.integrations.llama_index import MACVectorStore, MemoryWriter
 from mac_rag.integrations.llama_index.writer import documents_in
 from mac_rag.memory.bank import MemoryBank
 from mac_rag.model import MACModel
-from tests.integrations.helpers import FACTS, QUESTION, HashEmbedding, RecordingEngine, facts
+from tests.integrations.helpers import FACTS, QUESTION, HashEmbedding, RecordingEngine, facts, forget_warnings
 
 
 @pytest.fixture
@@ -176,7 +175,7 @@ def test_nodes_without_text_are_left_out(engine: RecordingEngine, caplog: pytest
 def test_sources_that_give_nothing_out_are_named(engine: RecordingEngine) -> None:
     with pytest.raises(ConfigError, match="SimpleVectorStore"):
         MemoryWriter.from_index(SimpleVectorStore(), engine)
-    with pytest.raises(ConfigError, match="list is no source"):
+    with pytest.raises(ConfigError, match="list is not a source"):
         MemoryWriter.from_index(facts(), engine)
 
 

@@ -100,7 +100,7 @@ def test_an_existing_answer_stands(remembering: RecordingEngine) -> None:
     async def asked() -> list[str]:
         return [await llm.apredict(refine, **slots), *[token async for token in await llm.astream(refine, **slots)]]
 
-    with pytest.warns(UserWarning, match="does not read the further ones"):
+    with pytest.warns(UserWarning, match="does not read the others"):
         assert llm.predict(refine, **slots) == "Anna Berg"
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # the warning is not repeated

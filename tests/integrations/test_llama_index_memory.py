@@ -125,7 +125,7 @@ def test_parts_of_a_document_need_ids_of_their_own(engine: RecordingEngine) -> N
     splitter = SentenceSplitter(chunk_size=24, chunk_overlap=0)
     parts = splitter([Document(id_="news", text=" ".join(FACTS.values()))])
     assert len(parts) > 1
-    with pytest.raises(BankError, match=r"'news'.*in front of the splitter"):
+    with pytest.raises(BankError, match=r"'news'.*before the splitter"):
         MemoryWriter(engine)(parts)
     assert len(engine.bank) == 0
     MemoryWriter(engine, filed_by="node")(parts)

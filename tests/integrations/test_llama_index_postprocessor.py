@@ -194,7 +194,7 @@ class TestExpand:
         expand = MACNodePostprocessor(remembering, mode="expand", expand_to=1, source=SimpleDocumentStore())
         with caplog.at_level(logging.WARNING):
             assert expand.postprocess_nodes([], query_str=QUESTION) == []
-        assert "is in the memory bank, but SimpleDocumentStore has no node of it" in caplog.text
+        assert "is in the memory bank, but SimpleDocumentStore has no nodes of it" in caplog.text
 
     def test_a_source_belongs_to_this_mode(self, index: VectorStoreIndex, remembering: RecordingEngine) -> None:
         with pytest.raises(ConfigError, match="'expand' needs a source"):
@@ -208,7 +208,7 @@ class TestExpand:
 
         index = VectorStoreIndex.from_vector_store(Closed(), embed_model=HashEmbedding())
         expand = MACNodePostprocessor(remembering, mode="expand", source=index)
-        with pytest.raises(ConfigError, match=r"Closed does not give its nodes out.*store_nodes_override=True"):
+        with pytest.raises(ConfigError, match=r"Closed cannot return the nodes.*store_nodes_override=True"):
             expand.postprocess_nodes([], query_str=QUESTION)
 
 

@@ -175,7 +175,7 @@ class TestTheirsForUs:
 
         retriever = LlamaIndexRetriever(VectorStoreIndex([], embed_model=Broken()))
         retriever.add([Document("good", "storm"), Document("ill", "bad storm")])
-        with pytest.raises(DocumentError, match="a node of document 'ill' has no number as its score"):
+        with pytest.raises(DocumentError, match="a node of document 'ill' has NaN as its score"):
             retriever.retrieve(["storm"], 2)
         assert [hit.document_id for hit in retriever.retrieve(["storm"], 2, allowed={"good"})[0]] == ["good"]
 

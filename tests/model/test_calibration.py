@@ -141,7 +141,7 @@ def test_without_a_fit_there_is_no_confidence(engine: MACEngine, model: MACModel
     with pytest.raises(ConfigError, match="from memory alone"):
         engine.answer([QUESTION], min_confidence=0)
     calibrated(model, logistic(prior=1.0))
-    with pytest.raises(ConfigError, match="behind documents"):
+    with pytest.raises(ConfigError, match="with documents in front"):
         engine.answer([QUESTION], contexts=[["A storm."]], min_confidence=0)
     for wrong in (-0.1, 1.5, math.nan):
         with pytest.raises(ConfigError, match="min_confidence is"):

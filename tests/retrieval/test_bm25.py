@@ -193,8 +193,8 @@ class TestFiles:
         whole = manifest.read_bytes()
         for bad, said in (
             (whole[:-9], "is damaged"),
-            (whole.replace(b"storm", b"snow", 1), "checksum does not fit"),
-            (whole.replace(b'"bm25"', b'"dense"', 1), "kind 'dense' in format 1, but 'bm25'"),
+            (whole.replace(b"storm", b"snow", 1), "checksum of retriever.json does not match"),
+            (whole.replace(b'"bm25"', b'"dense"', 1), "kind 'dense' in format 1, not 'bm25'"),
             (whole.replace(b'"format": 1', b'"format": 9', 1), "in format 9"),
         ):
             manifest.write_bytes(bad)

@@ -151,7 +151,7 @@ def test_another_encoder_is_refused(place: str) -> None:
     [
         ({"metadata": DEEP}, "nested more than 64 deep"),
         ({"metadata": f'{{"a": {DIGITS}}}'}, "a number of 5,000 digits"),
-        ({"metadata": "[]"}, "no JSON object"),
+        ({"metadata": "[]"}, "not a JSON object"),
         ({"metadata": 1}, "it has no metadata"),
     ],
 )
@@ -173,7 +173,7 @@ def test_metadata_that_another_program_wrote_is_named(tmp_path: Path, record: di
 
 def test_a_foreign_collection_is_refused(server: Server) -> None:
     server.client().create_collection("foreign", embedding_function=None)
-    with pytest.raises(ConfigError, match=r"'foreign' in .* is not mac_rag's"):
+    with pytest.raises(ConfigError, match=r"'foreign' in .* was not made by mac_rag"):
         ChromaRetriever(f"{server.url}/foreign", WordEncoder())
     with pytest.raises(BankError, match="Chroma refuses"):
         ChromaRetriever(f"{server.url}/a", WordEncoder())

@@ -111,7 +111,7 @@ def test_a_token_that_http_cannot_carry_is_refused_and_not_repeated(
     token: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(VARIABLE, token)
-    assert SECRET not in refused("http://localhost:1", f"{VARIABLE} is empty or has line breaks")
+    assert SECRET not in refused("http://localhost:1", f"{VARIABLE} is empty, or has line breaks")
     monkeypatch.delenv(VARIABLE)
     assert SECRET not in refused("http://localhost:1", "the header 'X-Key' is", headers={"X-Key": token or " "})
 
@@ -155,7 +155,7 @@ def test_a_server_that_takes_requests_and_never_answers(server: Server, after: s
         # An implementation without a time-out would be told that the server is gone, and not that it is slow.
         threading.Timer(20, lambda: [one.close() for one in held]).start()
         if after == "at once":
-            with pytest.raises(BankError, match="did not answer in time; see whether it is overloaded"):
+            with pytest.raises(BankError, match="did not answer in time; check whether it is overloaded"):
                 ChromaRetriever(f"http://127.0.0.1:{port}", WordEncoder(), timeout=0.3)
         else:
             chroma = ChromaRetriever(f"{server.url}/slow", WordEncoder())

@@ -110,11 +110,11 @@ def test_weights_that_do_not_fit_are_refused(weights: list[float]) -> None:
 
 
 def test_bad_arguments() -> None:
-    with pytest.raises(ConfigError, match="at least one retriever"):
+    with pytest.raises(ConfigError, match="give it at least one"):
         HybridRetriever([])
     with pytest.raises(ConfigError, match="depth must be at least 1, got 0"):
         HybridRetriever([Ranked()], depth=0)
     with pytest.raises(ConfigError, match="k must be at least 1, got 0"):
         real().retrieve(["storm"], 0)
-    with pytest.raises(ConfigError, match="Ranked keeps no documents of its own to save"):
+    with pytest.raises(ConfigError, match="Ranked keeps no documents itself; save the index"):
         HybridRetriever([Ranked()]).save(Path("unused"))

@@ -161,7 +161,7 @@ class TestOpenAIClient:
         with running.client() as plain:
             wrong = plain.get("/v1/chat/completions")
             assert (wrong.status_code, wrong.headers["allow"]) == (405, "POST")
-            assert "another method" in wrong.json()["error"]["message"]
+            assert "openapi.json" in wrong.json()["error"]["message"]
             for content in (b"[]", json.dumps({"model": "tiny:news", "messages": MESSAGES}).encode()):
                 form = plain.post("/v1/chat/completions", content=content)
                 assert form.status_code == 400
@@ -230,13 +230,13 @@ class TestOwnFields:
         before = [{"role": "system", "content": "Be brief."}, *MESSAGES]
         answer = self.ask(running, messages=before)
         assert answer["choices"][0]["message"]["content"] == "180"
-        assert "last message alone" in answer["notes"][0]
+        assert "only the last message" in answer["notes"][0]
 
 
 def test_a_conversation_is_read_by_a_model_that_chats(chat_checkpoint: Any) -> None:
     from mac_rag.lm.chat import Message
     from mac_rag.model import MACModel
-    from mac_rag.server.asking import Asking, Question
+    from mac_rag.server.asking import Asking, ServedQuestion
     from mac_rag.server.metrics import Metrics
 
     class NoBanks:
@@ -247,11 +247,11 @@ def test_a_conversation_is_read_by_a_model_that_chats(chat_checkpoint: Any) -> N
     alone = MACEngine(model)
     asking = Asking(alone, Metrics(NoBanks()))  # type: ignore[arg-type]
     before = (Message("system", "Be brief."), Message("user", "Who?"), Message("assistant", "Ada."))
-    [reply] = asking.answer([Question("Where?", None, before=before)])
+    [reply] = asking.answer([ServedQuestion("Where?", None, before=before)])
     fitted = model.fit_conversation([*before, Message("user", "Where?")], question="Where?")
     assert reply.prompt_tokens == len(fitted.ids)
     assert reply.text == model.generate([fitted])[0]
-    pieces = list(asking.stream(Question("Where?", None, before=before)))
+    pieces = list(asking.stream(ServedQuestion("Where?", None, before=before)))
     assert "".join(piece for piece in pieces if isinstance(piece, str)) == reply.text
 
 

@@ -18,10 +18,10 @@ from mac_rag.engine import MACEngine
 from mac_rag.errors import ConfigError, FingerprintError
 from mac_rag.model import MACModel
 from mac_rag.server.api_errors import APIError
-from mac_rag.server.asking import Asking, Question, Reply
+from mac_rag.server.asking import Asking, Reply, ServedQuestion
 from mac_rag.server.catalog import BankCatalog
 from mac_rag.server.metrics import Metrics
-from mac_rag.server.replicas import Replica, ReplicatedAsking, Sent
+from mac_rag.server.replicas import Replica, ReplicatedAsking, SentQuestions
 from tests.server.conftest import BRIDGE, PRESS, QUESTION
 from tests.server.test_faults import start
 
@@ -33,16 +33,16 @@ class Here:
 
     def __init__(self, replicas: list[Replica]) -> None:
         self.replicas = replicas
-        self.sent: list[Sent] = []
+        self.sent: list[SentQuestions] = []
 
-    def _next(self, sent: Sent) -> Replica:
+    def _next(self, sent: SentQuestions) -> Replica:
         self.sent.append(sent)
         return self.replicas[len(self.sent) % len(self.replicas)]
 
-    def answer(self, sent: Sent, cancelled: Callable[[], bool] | None) -> list[Reply]:
+    def answer(self, sent: SentQuestions, cancelled: Callable[[], bool] | None) -> list[Reply]:
         return asyncio.run(self._next(sent).answer(sent))
 
-    def stream(self, sent: Sent) -> Iterator[str | Reply]:
+    def stream(self, sent: SentQuestions) -> Iterator[str | Reply]:
         async def all_of(replica: Replica) -> list[str | Reply]:
             return [piece async for piece in replica.stream(sent)]
 
@@ -71,18 +71,18 @@ def served(tmp_path: Path, mac_tiny: MACModel) -> Iterator[Served]:
 def test_replicas_answer_as_the_server_itself(served: Served) -> None:
     bank = served.catalog.get("news")
     for question in (
-        Question(QUESTION, bank, sources=2),
-        Question(QUESTION, bank, use_retriever=False, sources=1),
-        Question(QUESTION, bank, use_memory=False),
-        Question(QUESTION, bank, as_of="2004-12-31", sources=2),
-        Question(QUESTION, bank, allowed=frozenset({"bridge"})),
-        Question(QUESTION, bank, k=1, max_new_tokens=1),
-        Question(QUESTION, None),
+        ServedQuestion(QUESTION, bank, sources=2),
+        ServedQuestion(QUESTION, bank, use_retriever=False, sources=1),
+        ServedQuestion(QUESTION, bank, use_memory=False),
+        ServedQuestion(QUESTION, bank, as_of="2004-12-31", sources=2),
+        ServedQuestion(QUESTION, bank, allowed=frozenset({"bridge"})),
+        ServedQuestion(QUESTION, bank, k=1, max_new_tokens=1),
+        ServedQuestion(QUESTION, None),
     ):
         assert served.replicated.answer([question]) == served.itself.answer([question])
         *pieces, reply = served.replicated.stream(question)
         assert [*pieces, reply] == list(served.itself.stream(question))
-    several = [Question(text, bank, k=1) for text in (QUESTION, "Who opened Basalt Bridge?")]
+    several = [ServedQuestion(text, bank, k=1) for text in (QUESTION, "Who opened Basalt Bridge?")]
     assert served.replicated.answer(several) == served.itself.answer(several)
 
 
@@ -90,37 +90,37 @@ def test_a_question_behind_a_change_sees_it(served: Served) -> None:
     bank, question = served.catalog.get("news"), "How many workers does Rainga Press have?"
     for round in range(4):  # each replica is behind at some time
         bank.put([Document("press", PRESS.replace("180", str(140 + round)))])
-        [reply] = served.replicated.answer([Question(question, bank)])
+        [reply] = served.replicated.answer([ServedQuestion(question, bank)])
         assert reply.text == str(140 + round)
     bank.forget(["press"])
     for _ in range(2):
-        [reply] = served.replicated.answer([Question(question, bank, sources=5)])
+        [reply] = served.replicated.answer([ServedQuestion(question, bank, sources=5)])
         assert [source.document_id for source in reply.sources] == ["bridge"]
 
 
 def test_another_bank_of_the_same_name_is_opened_anew_and_a_deleted_one_is_closed(served: Served) -> None:
     bank = served.catalog.get("news")
     for _ in served.here.replicas:
-        served.replicated.answer([Question(QUESTION, bank)])
+        served.replicated.answer([ServedQuestion(QUESTION, bank)])
     late = served.here.sent[-1]
     served.catalog.delete("news")
     served.catalog.create("other", retriever="none").put([Document("bridge", BRIDGE)])
     again = served.catalog.create("news", retriever="none")
     again.put([Document("new", PRESS)])
     for _ in served.here.replicas:
-        [reply] = served.replicated.answer([Question(QUESTION, again, sources=5)])
+        [reply] = served.replicated.answer([ServedQuestion(QUESTION, again, sources=5)])
         assert [source.document_id for source in reply.sources] == ["new"]
     for replica in served.here.replicas:
         with pytest.raises(APIError, match="no bank 'news'"):  # of the deleted one, sent long ago
             asyncio.run(replica.answer(late))
     served.catalog.delete("news")
     for _ in served.here.replicas:
-        served.replicated.answer([Question(QUESTION, served.catalog.get("other"))])
+        served.replicated.answer([ServedQuestion(QUESTION, served.catalog.get("other"))])
     assert [[one.name for one in replica.served()] for replica in served.here.replicas] == [["other"], ["other"]]
 
 
 def test_a_model_that_differs_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(FingerprintError, match="mac-tiny has another fingerprint here"):
+    with pytest.raises(FingerprintError, match="mac-tiny is not the server's model"):
         Replica("mac-tiny", "0" * 64, tmp_path, 8, 0.0)
 
 
@@ -130,8 +130,8 @@ def test_options_that_need_ray_are_refused_without_it(tmp_path: Path) -> None:
     from mac_rag.cli.main import app
 
     for arguments, message in (
-        (["--replicas", "3"], "--replicas 3 is for --ray"),
-        (["--ray", "--device-map", "auto"], "--device-map auto is for one process"),
+        (["--replicas", "3"], "--replicas 3 needs --ray"),
+        (["--ray", "--device-map", "auto"], "--device-map auto does not work with --ray"),
     ):
         failed = CliRunner().invoke(app, ["serve", "--data", str(tmp_path), *arguments])
         assert isinstance(failed.exception, ConfigError)

@@ -1,1 +1,1 @@
-"""The embedded newswire: a generated world, its beats, and the stories told about it."""
+"""Newswire: generated news stories with questions."""

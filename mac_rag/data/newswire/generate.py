@@ -1,8 +1,8 @@
 """Newswire: a generator of dated news paragraphs with questions, for work without a licensed corpus.
 
 Each document tells four facts about a subject of its own. Names are built from syllables and belong to one split, so
-the test stream has thousands of names that training never shows. A share of the stories is followed by a later document
-in which every fact has changed; questions about both name the year, and some about the later one say `now`. The
+the test stream has thousands of names that training never shows. For a share of the stories, a later document changes
+every fact. Questions about such a pair name the year, and some questions about the later document say `now`. The
 generator is seeded: equal arguments give equal documents on every machine.
 
 There are more than a hundred thousand surnames and towns. A checksum of its letters assigns each of them to one split.
@@ -85,7 +85,7 @@ class Report:
         subject: subject of the story.
         values: the value of each fact of the beat.
         year: year of the document.
-        updates: position of the earlier report that this one supersedes; None if it supersedes none.
+        updates: index of the earlier report that this one supersedes; None if it supersedes none.
         superseded: True if a later report supersedes this one.
     """
 
@@ -111,8 +111,8 @@ def generate(
         split: `train`, `val` or `test`; splits share no surname and no town.
         documents: number of documents.
         seed: random seed; equal seeds give equal streams.
-        questions_per_document: number of questions per document, 1 to 4, each about another fact.
-        update_rate: share of the stories that are followed by a later document with changed facts, from 0 to 1.
+        questions_per_document: number of questions per document, 1 to 4, each about a different fact.
+        update_rate: share of the stories with a later document that changes all facts, from 0 to 1.
 
     Raises:
         ValueError: for an unknown split, or an argument outside its range.
@@ -136,7 +136,7 @@ def generate(
             metadata["updates"] = f"{split}-{seed}-{report.updates:06d}"
         news.append(Document(document_id, written(report, metadata["date"], rng), metadata))
         for slot in sorted(rng.sample(range(len(report.values)), questions_per_document)):
-            question = asked(report, report.beat.facts[slot], rng)
+            question = _question_about(report, report.beat.facts[slot], rng)
             questions.append(Question(f"{document_id}-{slot}", question, (report.values[slot],), document_id))
     return QADataset("newswire", split, tuple(news), tuple(questions))
 
@@ -144,7 +144,7 @@ def generate(
 def draw_reports(world: World, rng: random.Random, documents: int, update_rate: float) -> list[Report]:
     """Draws the stories of a stream. An update comes up to 200 documents after the report that it supersedes."""
     reports: list[Report] = []
-    due: dict[int, int] = {}  # stream position -> position of the report that is updated there
+    due: dict[int, int] = {}  # index of an update -> index of the report that it supersedes
     while len(reports) < documents:
         index = len(reports)
         if index in due:
@@ -182,7 +182,7 @@ def draw_date(rng: random.Random, year: int) -> str:
 
 
 def written(report: Report, date: str, rng: random.Random) -> str:
-    """The paragraph: a dateline, the first fact, then the other facts in random order."""
+    """Writes a report as a paragraph: a dateline, the first fact, then the other facts in random order."""
     month, day = MONTHS[int(date[5:7]) - 1], int(date[8:])
     lead, *rest = [
         rng.choice(fact.statements).format(s=report.subject, a=value)
@@ -192,8 +192,8 @@ def written(report: Report, date: str, rng: random.Random) -> str:
     return " ".join((f"{month} {day}, {report.year}.", lead, *rest))
 
 
-def asked(report: Report, fact: Fact, rng: random.Random) -> str:
-    """One phrasing of the question; if the facts changed over time it names the time."""
+def _question_about(report: Report, fact: Fact, rng: random.Random) -> str:
+    """One phrasing of the question about a fact. If the facts changed over time, it names the time."""
     question = rng.choice(fact.questions).format(s=report.subject)
     if report.updates is not None and rng.random() < 0.5:
         return f"Now: {question}"
@@ -206,7 +206,7 @@ class World:
     """Draws names and figures for one split. `unique` draws names that identify a story.
 
     Args:
-        split: the split that all surnames and towns belong to.
+        split: the split to which all surnames and towns belong.
         rng: source of randomness.
 
     Raises:
@@ -266,7 +266,7 @@ class World:
         return pattern.format(self.rng.choice(nouns), self.town(), self.surname())
 
     def unique(self, draw: str) -> str:
-        """Draws with the method of this name until the result is new."""
+        """Calls the method of this name until its result is new."""
         while True:
             name: str = getattr(self, draw)()
             if name not in self._used_names:
@@ -293,7 +293,7 @@ class World:
 
 
 def split_of(name: str) -> str:
-    """The split that a name belongs to: 8 % of all names to test, 4 % to val, the others to train."""
+    """The split to which a name belongs: test for 8 % of all names, val for 4 %, train for the others."""
     bucket = zlib.crc32(name.lower().encode()) % 25
     return "test" if bucket < 2 else "val" if bucket == 2 else "train"
 
@@ -303,7 +303,7 @@ class Fact:
     """One fact about a subject.
 
     Attributes:
-        draw: name of the `World` method that draws the value, or the list that it is chosen from.
+        draw: name of the `World` method that draws the value, or the values to choose from.
         statements: phrasings of the statement.
         questions: phrasings of the question.
     """

@@ -1,9 +1,9 @@
 """Questions about newswire that no single document answers: two-hop, comparison and counting questions.
 
-Two-hop questions name a company by what another story says of it: "Who left the board of the company that Bell Press
-bought?". Comparisons ask which of two subjects has the larger figure, and counting questions how many of three or four
-subjects have more than a given one. Each needs all of its documents, so a retriever that shows one document in front of
-the question cannot answer it, but by a guess.
+Two-hop questions describe a company by a fact from another story: "Who left the board of the company that Bell Press
+bought?". Comparisons ask which of two subjects has the larger figure. Counting questions ask how many of three or four
+subjects exceed a given figure. Each question needs all of its documents, so with one retrieved document in front of it,
+it can only be guessed.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from mac_rag.data.newswire.generate import SPLITS, Fact, Report, World, draw_dat
 from mac_rag.data.types import Document, QADataset, Question
 
 KINDS = ("two-hop", "comparison", "counting")
-_MOST_COMPARED = 4  # subjects of a counting question, at most
+_MOST_COMPARED = 4  # most subjects of a counting question
 
-# Beat -> a company that its story names, as a question about that company may call it.
+# Beat -> a description, for questions, of the company that a story of this beat names.
 _DESCRIPTIONS = {
     "takeover": "the company that {s} bought",
     "discovery": "the company that funded the study at {s}",
@@ -64,8 +64,8 @@ class MultiDocumentStream:
     """A stream of news with questions that need several documents.
 
     Attributes:
-        dataset: the stream. Its questions name no document of their own, and their ids begin with their kind.
-        evidence: ids of the documents that each question needs, by the question's id; two to four.
+        dataset: the stream. Its questions name no documents, and their ids begin with their kind.
+        evidence: id of a question -> ids of the two to four documents that it needs.
     """
 
     dataset: QADataset
@@ -79,9 +79,9 @@ def generate_multi_document(
 
     Args:
         split: `train`, `val` or `test`; splits share no surname and no town.
-        documents: number of documents; with few of them there are fewer questions.
+        documents: number of documents; few documents allow fewer questions.
         seed: random seed; equal seeds give equal streams.
-        questions_per_kind: largest number of questions of each kind.
+        questions_per_kind: most questions of each kind.
 
     Raises:
         ValueError: for an unknown split, or a number below 1.
@@ -125,7 +125,7 @@ def generate_multi_document(
 
 @dataclass(frozen=True)
 class _Draft:
-    """A question with its accepted answers, and the places of the reports that it needs."""
+    """A question with its accepted answers, and the indices of the reports that it needs."""
 
     question: str
     answers: tuple[str, ...]
@@ -133,14 +133,14 @@ class _Draft:
 
 
 def _link(reports: list[Report], rng: random.Random) -> dict[int, int]:
-    """Makes stories name companies that have stories of their own.
+    """Replaces companies in stories by companies that have stories of their own.
 
     Args:
-        reports: all stories; those that name a company name another one afterwards.
+        reports: all stories; changed in place.
         rng: source of randomness.
 
     Returns:
-        Place of a story -> place of the company's own story. No company is named by two stories.
+        Index of a story -> index of the story of the company that it names. No two stories name the same company.
     """
     companies = [place for place, report in enumerate(reports) if report.beat.subject == "company"]
     rng.shuffle(companies)
@@ -157,21 +157,21 @@ def _link(reports: list[Report], rng: random.Random) -> dict[int, int]:
 
 
 def _slot(report: Report, draw: str) -> int:
-    """The place of the fact of a kind among a story's facts."""
+    """The index of the fact of a kind among a story's facts."""
     return [fact.draw for fact in report.beat.facts].index(draw)
 
 
 def _two_hop(reports: Sequence[Report], links: Mapping[int, int], rng: random.Random) -> Iterator[_Draft]:
-    """A question about each company that another story names, by what that story says of it."""
+    """Yields a question about each company that another story names, described by that story."""
     for place, target in links.items():
-        described = _DESCRIPTIONS[reports[place].beat.name].format(s=reports[place].subject)
+        description = _DESCRIPTIONS[reports[place].beat.name].format(s=reports[place].subject)
         facts: list[tuple[Fact, str]] = list(zip(reports[target].beat.facts, reports[target].values, strict=True))
         fact, value = rng.choice(facts)
-        yield _Draft(rng.choice(fact.questions).format(s=described), (value,), (place, target))
+        yield _Draft(rng.choice(fact.questions).format(s=description), (value,), (place, target))
 
 
 def _comparisons(reports: Sequence[Report], rng: random.Random) -> Iterator[_Draft]:
-    """Comparisons of neighbours in a random order of the stories with a kind of figure."""
+    """Yields comparisons of neighbours in a random order of the stories, for each kind of figure."""
     for (beat, draw), (template, _) in _COMPARED.items():
         places = _places(reports, beat, rng)
         for first, second in zip(places[::2], places[1::2], strict=False):
@@ -184,7 +184,7 @@ def _comparisons(reports: Sequence[Report], rng: random.Random) -> Iterator[_Dra
 
 
 def _counts(reports: Sequence[Report], rng: random.Random) -> Iterator[_Draft]:
-    """Counts among three or four stories with a kind of figure. All counts are equally likely, none to all."""
+    """Yields counts among three or four stories, for each kind of figure. All counts are equally likely, also 0."""
     for (beat, draw), (_, template) in _COMPARED.items():
         places = _places(reports, beat, rng)
         while len(places) >= 3:
@@ -192,7 +192,7 @@ def _counts(reports: Sequence[Report], rng: random.Random) -> Iterator[_Draft]:
             places = places[len(some) :]
             figures = sorted((_figure(reports[place], draw) for place in some), reverse=True)
             count = rng.randint(0, len(figures))
-            # Between the last figure that counts and the first that does not.
+            # The limit lies between the smallest figure that counts and the largest that does not.
             above = figures[count - 1] if count else 2 * figures[0]
             below = figures[count] if count < len(figures) else 0
             limit = (above + below) // 2
@@ -205,7 +205,7 @@ def _counts(reports: Sequence[Report], rng: random.Random) -> Iterator[_Draft]:
 
 
 def _places(reports: Sequence[Report], beat: str, rng: random.Random) -> list[int]:
-    """The places of the stories of a kind, in random order."""
+    """The indices of the stories of a beat, in random order."""
     places = [place for place, report in enumerate(reports) if report.beat.name == beat]
     rng.shuffle(places)
     return places

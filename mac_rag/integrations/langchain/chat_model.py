@@ -26,7 +26,7 @@ from mac_rag.integrations.framework import (
     TRUNCATED,
     Framework,
     Options,
-    Said,
+    PlainMessage,
     bank_state,
     details_of,
     first_time,
@@ -46,8 +46,8 @@ from mac_rag.sources import source_record, texts_read
 
 
 @dataclass(frozen=True)
-class Settings:
-    """Fields of a `ChatMAC` that a call may set."""
+class CallSettings:
+    """The fields of a `ChatMAC` that a call may override."""
 
     use_memory: bool | None
     filters: Filters | None
@@ -59,15 +59,17 @@ class Settings:
 
 
 @dataclass(frozen=True)
-class Call:
-    """One question of one call, and how it is answered.
+class ChatCall:
+    """One question, and how to answer it.
 
     Attributes:
         question: the question, or the last message.
-        before: the conversation before it; empty where the checkpoint reads none.
+        before: the conversation before it; empty if the checkpoint reads none.
         contexts: texts to answer from; None for those of the engine's retriever.
         memory: True to answer with the bank.
         allowed: documents that may have influence; None for all.
+        settings: the fields of the `ChatMAC`, or what the call gives instead.
+        options: decoding options.
     """
 
     question: str
@@ -75,17 +77,17 @@ class Call:
     contexts: tuple[str, ...] | None
     memory: bool
     allowed: WhereMetadata | None
-    settings: Settings
+    settings: CallSettings
     options: Options
 
     @property
     def influence(self) -> dict[str, Any]:
-        """What decides which documents have influence, as all methods of the engine take it."""
+        """The arguments that decide which documents have influence, as all methods of the engine take them."""
         return {"allowed": self.allowed, "as_of": self.settings.as_of}
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """What `MACEngine.answer` and `stream` have in common."""
+        """The arguments that `MACEngine.answer` and `stream` have in common."""
         return {
             **self.influence,
             "use_memory": self.memory,
@@ -96,8 +98,8 @@ class Call:
 
 
 @dataclass(frozen=True)
-class Read:
-    """A prompt with the documents that were retrieved for it: their ids, and their whole texts."""
+class PromptWithDocuments:
+    """A prompt with the documents that were retrieved for it: their ids, and their texts, not truncated."""
 
     prompt: FittedPrompt
     ids: tuple[str, ...]
@@ -106,16 +108,16 @@ class Read:
 
 logger = logging.getLogger(__name__)
 
-# LangChain's standard parameters that are about a network. They are taken, because a chain may set them for any model.
+# LangChain's standard parameters for a network. They are accepted, because a chain may set them for any model.
 _NETWORK = ("api_key", "base_url", "max_retries", "timeout")
 
-# Questions of a `batch` that are asked at a time: a batch of the engine. LangChain's own number, six on two cores,
-# would be the largest batch.
+# Concurrent questions of a `batch`: one batch of the engine. With LangChain's own number, six on two cores, no batch
+# could be larger than six.
 _CONCURRENCY = 32
 
-_SETTINGS = tuple(one.name for one in fields(Settings))
+_SETTINGS = tuple(one.name for one in fields(CallSettings))
 
-RETRIEVED = "mac_retrieved"  # of an answer: ids of the documents that the engine's retriever put in front
+RETRIEVED = "mac_retrieved"  # ids of the documents that the engine's retriever put in front of the question
 
 
 class ChatMAC(BaseChatModel):
@@ -123,22 +125,22 @@ class ChatMAC(BaseChatModel):
 
     What the LM reads depends on the checkpoint's prompt format.
 
-    - **Templates of its own** (`mac-small`): the last message of the user, which is the question, in the form of the
-      training. Earlier messages have no influence, which a warning says once. System messages, results of tools, and a
-      prompt to complete in place of a question are an `InstructionError`.
-    - **`chat`**, around an instruct LM: the whole conversation, through the LM's chat template, with the memory as a
-      prefix. The memory is asked the last message. While it is empty, the LM answers alone.
+    - **Templates of its own** (`mac-small`): the LM reads the last user message, which is the question, in the format
+      of its training. Earlier messages have no influence; a warning says so once. A system message, the result of a
+      tool, or a prompt to complete in place of a question raises an `InstructionError`.
+    - **`chat`**, around an instruct LM: the LM reads the whole conversation, through its chat template, with the memory
+      as a prefix. The last message queries the memory. If the memory is empty, the LM answers alone.
 
-    `contexts` of a call are texts that are put in front of the question; without them, the engine's retriever finds
-    some, if it has one. `create_documents_chain` passes on the documents of a LangChain retriever.
+    `contexts` of a call are texts to put in front of the question; without them, the engine's retriever finds some, if
+    it has one. `create_documents_chain` passes on the documents of a LangChain retriever.
 
-    A message has in `usage_metadata` the numbers of tokens, and in `response_metadata`: `model_name`, `finish_reason`,
-    `mac_truncated`, `mac_retrieved`, and, where they are asked for, `mac_sources`, `mac_confidence` and `mac_guess`. A
-    stream has them in its last chunk. `batch` and `abatch` answer questions together. The async methods do not block
-    the event loop. It calls no tools, and has no structured output.
+    A message has the numbers of tokens in `usage_metadata`, and in `response_metadata`: `model_name`, `finish_reason`,
+    `mac_truncated`, `mac_retrieved`, and, if requested, `mac_sources`, `mac_confidence` and `mac_guess`. A stream has
+    them in its last chunk. `batch` and `abatch` answer questions together. The async methods do not block the event
+    loop. The model calls no tools, and has no structured output.
 
     A call, or `bind`, takes `max_tokens`, `temperature`, `top_p`, `seed`, `stop`, `use_memory`, `filters`, `as_of`,
-    `k`, `memory_weight`, `sources` and `min_confidence` in place of those of the constructor.
+    `k`, `memory_weight`, `sources` and `min_confidence`, which override those of the constructor.
 
     Examples:
         >>> from mac_rag import Document
@@ -150,23 +152,23 @@ class ChatMAC(BaseChatModel):
         ('180', 'press')
 
     Args:
-        model: name or path of a checkpoint, or None for the default. With an engine, what messages call the model.
+        model: name or path of a checkpoint; empty for the default. With an engine, the model's name in messages.
         engine: an engine with its model and bank; None for one with an empty bank.
         max_tokens: longest answer; None for the model's configured length.
         temperature, top_p, seed, stop: how answers are decoded, as `Sampling` takes them; greedily by default.
         use_memory: True to always answer with the bank, which must then not be empty; False to never use it; None to
             use it if it holds documents that may have influence.
-        filters: values that the metadata of a document of the bank must have by their keys, or lists of which it must
-            have one; other documents have no influence.
+        filters: metadata key -> the value that a document of the bank must have, or a list of values of which it must
+            have one. Other documents have no influence.
         as_of, k, memory_weight: as `MACEngine.answer` takes them.
-        sources: largest number of documents to name as what an answer rests on.
-        min_confidence: below this confidence the answer is "I don't know"; it is then not streamed, but comes at once.
-        streaming: True to answer `invoke` by a stream, for callbacks that take single tokens; False to stream nothing.
+        sources: most documents to name as what an answer rests on.
+        min_confidence: if the confidence is below this value, the answer is "I don't know". A stream is then one piece.
+        streaming: True to answer `invoke` by a stream, for callbacks that take single tokens; False to never stream.
 
     Raises:
-        ConfigError: for an unknown argument. LangChain's `api_key`, `base_url`, `max_retries` and `timeout`, which are
-            about a network, have no effect.
-        ModelLoadError: when the model cannot be loaded.
+        ConfigError: for an unknown argument. LangChain's `api_key`, `base_url`, `max_retries` and `timeout`, which
+            concern a network, have no effect.
+        ModelLoadError: if the model cannot be loaded.
     """
 
     model: str = ""
@@ -183,28 +185,28 @@ class ChatMAC(BaseChatModel):
     memory_weight: float | None = Field(default=None, gt=0, le=1)
     sources: int = Field(default=0, ge=0)
     min_confidence: float | None = Field(default=None, ge=0, le=1)
-    streaming: bool | None = None  # False, where it is given, is LangChain's word for no streams at all
+    streaming: bool | None = None  # not False by default: to LangChain, an explicit False means no streams at all
 
-    _filtered: WhereMetadata | None = PrivateAttr(default=None)  # of the last call
+    _filtered: WhereMetadata | None = PrivateAttr(default=None)  # cache: from the last call
 
     @model_validator(mode="before")
     @classmethod
-    def _load(cls, given: dict[str, Any]) -> dict[str, Any]:
-        given = check_names(cls, given, _NETWORK)
-        name, engine = given.get("model"), given.get("engine")
+    def _load(cls, arguments: dict[str, Any]) -> dict[str, Any]:
+        arguments = check_names(cls, arguments, _NETWORK)
+        name, engine = arguments.get("model"), arguments.get("engine")
         if engine is None:
             name = str(name or DEFAULT_MODEL)
             engine = MACEngine(name)
         elif isinstance(engine, MACEngine) and not name:
             name = name_of(engine.model)
-        return {**given, "model": name, "engine": engine}
+        return {**arguments, "model": name, "engine": engine}
 
     @property
     def reads_instructions(self) -> bool:
         """True if the checkpoint's prompt format is `chat`."""
         return self.engine.model.config.prompt.chat
 
-    # -- what LangChain asks about a model --
+    # -- properties of a model that LangChain reads --
 
     @property
     def _llm_type(self) -> str:
@@ -212,7 +214,7 @@ class ChatMAC(BaseChatModel):
 
     @property
     def _identifying_params(self) -> Mapping[str, Any]:
-        """All that an answer depends on, and so the key of LangChain's caches: the bank as it is now, too."""
+        """Everything that an answer depends on, including the bank's present state: the key of LangChain's caches."""
         names = (
             "model",
             "max_tokens",
@@ -220,7 +222,7 @@ class ChatMAC(BaseChatModel):
             "top_p",
             "seed",
             "stop",
-            *(one.name for one in fields(Settings)),
+            *_SETTINGS,
         )
         state = {"fingerprint": self.engine.model.fingerprint, "bank": bank_state(self.engine.bank)}
         return {**{name: getattr(self, name) for name in names}, **state}
@@ -251,7 +253,7 @@ class ChatMAC(BaseChatModel):
         return_exceptions: bool = False,
         **kwargs: Any,
     ) -> list[AIMessage]:
-        """As LangChain's; so many questions at a time that the engine answers them in batches."""
+        """As LangChain's, with enough questions at a time for the engine to answer them in batches."""
         return super().batch(inputs, _together(config), return_exceptions=return_exceptions, **kwargs)
 
     # -- one question --
@@ -296,43 +298,43 @@ class ChatMAC(BaseChatModel):
         while (chunk := await in_thread(next, chunks, None)) is not None:
             yield chunk
 
-    def _call(self, messages: Sequence[BaseMessage], stop: list[str] | None, given: Mapping[str, Any]) -> Call:
+    def _call(self, messages: Sequence[BaseMessage], stop: list[str] | None, arguments: Mapping[str, Any]) -> ChatCall:
         """Reads a call; raises if there is nothing to answer from."""
-        engine, given = self.engine, dict(given)
+        engine, arguments = self.engine, dict(arguments)
         engine.bank.check_model(engine.model.fingerprint)
-        contexts: Sequence[str] | None = given.pop("contexts", None)
-        given.pop("stream", None)  # LangChain's switch between `_generate` and `_stream`
-        settings = Settings(**{name: given.pop(name, getattr(self, name)) for name in _SETTINGS})
+        contexts: Sequence[str] | None = arguments.pop("contexts", None)
+        arguments.pop("stream", None)  # LangChain's switch between `_generate` and `_stream`
+        settings = CallSettings(**{name: arguments.pop(name, getattr(self, name)) for name in _SETTINGS})
         usual = Sampling(self.temperature, self.top_p, self.seed, tuple(self.stop or ()))
-        options = read_options({"stop": stop, **given}, usual, self.max_tokens, FRAMEWORK)
+        options = read_options({"stop": stop, **arguments}, usual, self.max_tokens, FRAMEWORK)
         question, before = self._question(messages)
         self._filtered = allowed = where(engine, settings.filters, self._filtered)
         use = settings.use_memory
         memory = remembers(engine, allowed, settings.as_of) if use is None else use
         if isinstance(contexts, str) or not all(isinstance(text, str) for text in contexts or ()):
-            raise MACError(f"contexts is {contexts!r:.80}; give a list of texts, of documents their page_content")
+            raise MACError(f"contexts is {contexts!r:.80}; give a list of texts, such as the page_content of documents")
         texts = None if contexts is None else tuple(text for text in contexts if text.strip())
         retrieves = texts is None and engine.retriever is not None
         if use is None and not (memory or texts or retrieves or self.reads_instructions):
             raise BankError(
-                "there is nothing to answer from: the memory bank is empty, or holds nothing that the filters let "
-                "pass, or that counts by then, and no context was given; adapt to some documents first "
+                "there is nothing to answer from: the memory bank is empty, or holds no document that passes the "
+                "filters and counts at as_of, and no context was given; adapt to some documents first "
                 "(llm.engine.adapt(to_documents(documents))), or ask the LM alone with use_memory=False"
             )
-        return Call(question, before, texts, memory, allowed, settings, options)
+        return ChatCall(question, before, texts, memory, allowed, settings, options)
 
     def _question(self, messages: Sequence[BaseMessage]) -> tuple[str, tuple[Message, ...]]:
         """The question, and the conversation before it that the checkpoint reads."""
         if not self.reads_instructions:
-            return last_question(said(messages), FRAMEWORK), ()
-        conversation = read_conversation(said(messages), FRAMEWORK)
+            return last_question(plain_messages(messages), FRAMEWORK), ()
+        conversation = read_conversation(plain_messages(messages), FRAMEWORK)
         last = conversation[-1].role if conversation else "nobody"
         if last != "user":
             raise PromptError(f"a conversation must end with a message of the user, but the last one is of {last}")
         return conversation[-1].text, conversation[:-1]
 
-    def _read(self, call: Call) -> Read:
-        """What the LM reads."""
+    def _read(self, call: ChatCall) -> PromptWithDocuments:
+        """The prompt that the LM reads, and the documents retrieved for it."""
         engine, longest = self.engine, call.options.max_new_tokens
         ids: tuple[str, ...] = ()
         texts = call.contexts
@@ -343,12 +345,12 @@ class ChatMAC(BaseChatModel):
             prompt = conversation_prompt(engine.model, call.before, call.question, texts, longest)
         else:
             prompt = engine.model.fit_to_window(call.question, texts, overflow="truncate", max_new_tokens=longest)
-        return Read(prompt, ids, texts)
+        return PromptWithDocuments(prompt, ids, texts)
 
-    def _answered(self, call: Call) -> AIMessage:
+    def _answered(self, call: ChatCall) -> AIMessage:
         if self.reads_instructions:
             return self._answered_conversation(call)
-        # The engine itself retrieves, for all questions of a batch.
+        # The engine itself retrieves, at once for all questions of a batch.
         [answer] = self.engine.answer(
             [call.question],
             contexts=None if call.contexts is None else [call.contexts],
@@ -362,7 +364,7 @@ class ChatMAC(BaseChatModel):
         metadata = self._metadata(call, answer.text, answer.truncated, answer.document_ids) | details_of(answer)
         return answer_message(answer.text, usage_of(used, self._tokens(answer.text)), metadata)
 
-    def _answered_conversation(self, call: Call) -> AIMessage:
+    def _answered_conversation(self, call: ChatCall) -> AIMessage:
         read = self._read(call)
         least = call.settings.min_confidence
         [answer] = self.engine.answer([read.prompt], min_confidence=least, **call.arguments)
@@ -371,7 +373,7 @@ class ChatMAC(BaseChatModel):
         metadata |= self._sources(call, read, answer)
         return answer_message(text, usage_of(len(read.prompt.ids), self._tokens(text)), metadata)
 
-    def _streamed(self, call: Call) -> Iterator[AIMessageChunk]:
+    def _streamed(self, call: ChatCall) -> Iterator[AIMessageChunk]:
         if call.settings.min_confidence is not None:
             whole = self._answered(call)
             usage = whole.usage_metadata
@@ -386,13 +388,13 @@ class ChatMAC(BaseChatModel):
         metadata = self._metadata(call, text, read.prompt.truncated, read.ids) | self._sources(call, read, answer)
         yield last_chunk("", usage_of(len(read.prompt.ids), self._tokens(text)), metadata)
 
-    # -- what is told of an answer --
+    # -- metadata of an answer --
 
-    def _sources(self, call: Call, read: Read, answer: Answer) -> dict[str, Any]:
-        """The documents that an answer rests on, where the engine does not find them as it answers."""
+    def _sources(self, call: ChatCall, read: PromptWithDocuments, answer: Answer) -> dict[str, Any]:
+        """The documents that an answer rests on, if the engine did not find them while it answered."""
         if not call.settings.sources or not (call.memory or read.ids):
             return {}
-        found: tuple[Source, ...] = self.engine.sources(
+        sources: tuple[Source, ...] = self.engine.sources(
             call.question,
             answer.guess or answer.text,
             most=call.settings.sources,
@@ -400,14 +402,13 @@ class ChatMAC(BaseChatModel):
             use_memory=call.memory,
             **call.influence,
         )
-        return {SOURCES: [source_record(source, answer.said) for source in found]} if found else {}
+        return {SOURCES: [source_record(source, answer.said) for source in sources]} if sources else {}
 
-    def _metadata(self, call: Call, text: str, truncated: bool, ids: Sequence[str]) -> dict[str, Any]:
+    def _metadata(self, call: ChatCall, text: str, truncated: bool, ids: Sequence[str]) -> dict[str, Any]:
         if truncated and first_time("truncated"):
             logger.warning(
-                "documents and the question are beyond the LM's window; the documents were shortened or left out: "
-                "retrieve fewer or smaller ones (this is said once; every time, response_metadata['mac_truncated'] is "
-                "true)"
+                "documents and the question exceed the LM's window, so documents were shortened or left out; retrieve "
+                "fewer or smaller ones (shown once; response_metadata['mac_truncated'] is true each time)"
             )
         most = call.options.max_new_tokens or self.engine.model.config.max_new_tokens
         return {
@@ -422,7 +423,7 @@ class ChatMAC(BaseChatModel):
 
 
 def _together(config: RunnableConfig | list[RunnableConfig] | None) -> RunnableConfig | list[RunnableConfig]:
-    """A configuration with room for a whole batch of the engine, where it names no number itself."""
+    """A configuration with enough concurrency for a whole batch of the engine, unless it sets a number itself."""
     if isinstance(config, list):
         return [_with_room(one) for one in config]
     return _with_room(config or {})
@@ -441,10 +442,10 @@ FRAMEWORK = Framework(
         "memory_weight, sources and min_confidence"
     ),
     other_llm="Give this step of the chain another chat model",
-    behind_prompt="; to ask about texts, hand them over: llm.invoke(question, contexts=[...]), or by a "
+    prompt_remedy="; to ask about texts, pass them: llm.invoke(question, contexts=[...]), or use "
     "create_documents_chain",
-    behind_system="; or leave the system message out",
-    behind_tools="",
+    system_remedy="; or leave the system message out",
+    tool_remedy="; leave these messages out",
 )
 
 _ROLES = {
@@ -457,9 +458,9 @@ _ROLES = {
 }
 
 
-def said(messages: Sequence[BaseMessage]) -> list[Said]:
-    """The messages as texts."""
-    return [Said(_role(message), str(message.text), _others(message)) for message in messages]
+def plain_messages(messages: Sequence[BaseMessage]) -> list[PlainMessage]:
+    """The messages in the form that both frameworks share."""
+    return [PlainMessage(_role(message), str(message.text), _others(message)) for message in messages]
 
 
 def _role(message: BaseMessage) -> str:
@@ -468,7 +469,7 @@ def _role(message: BaseMessage) -> str:
 
 
 def _others(message: BaseMessage) -> tuple[str, ...]:
-    """What a message holds beside text."""
+    """Kinds of a message's content other than text."""
     blocks = message.content if isinstance(message.content, list) else []
     kinds = [str(block.get("type")) for block in blocks if isinstance(block, dict) and block.get("type") != "text"]
     if isinstance(message, AIMessage) and message.tool_calls:
@@ -477,17 +478,17 @@ def _others(message: BaseMessage) -> tuple[str, ...]:
 
 
 def answer_message(text: str, usage: UsageMetadata, metadata: dict[str, Any]) -> AIMessage:
-    """A whole answer."""
+    """A complete answer as a message."""
     return AIMessage(content=text, usage_metadata=usage, response_metadata=metadata)
 
 
 def last_chunk(text: str, usage: UsageMetadata, metadata: dict[str, Any]) -> AIMessageChunk:
-    """The end of an answer that comes piece by piece."""
+    """The last chunk of a streamed answer."""
     return AIMessageChunk(content=text, usage_metadata=usage, response_metadata=metadata, chunk_position="last")
 
 
 def usage_of(prompt_tokens: int, answer_tokens: int) -> UsageMetadata:
-    """Numbers of the LM's tokens."""
+    """The numbers of tokens in LangChain's form."""
     total = prompt_tokens + answer_tokens
     return UsageMetadata(input_tokens=prompt_tokens, output_tokens=answer_tokens, total_tokens=total)
 
@@ -495,11 +496,11 @@ def usage_of(prompt_tokens: int, answer_tokens: int) -> UsageMetadata:
 def create_documents_chain(
     llm: ChatMAC, *, question_key: str = "input", documents_key: str = "context"
 ) -> Runnable[dict[str, Any], AIMessage]:
-    """What answers a question from documents: LangChain's `create_stuff_documents_chain`, without a prompt.
+    """Makes a chain that answers a question from documents: `create_stuff_documents_chain` without a prompt.
 
-    A checkpoint that reads question and context has no use for the wording of a prompt. Here each document stays a
-    document of its own, in the form of the training, and where the LM's window is short, the last ones are left out,
-    never the question. It goes with `create_retrieval_chain`, which expects these keys.
+    A checkpoint that reads question and context does not read the wording of a prompt. Here each document stays a
+    separate document, in the format of the training. If they exceed the LM's window, the last ones are left out, never
+    the question. The chain fits `create_retrieval_chain`, which expects these keys.
 
     Examples:
         >>> from langchain_core.documents import Document
@@ -514,15 +515,15 @@ def create_documents_chain(
         documents_key: the key of the documents, the best first.
 
     Returns:
-        A runnable from a dictionary to a message; it streams, and batches, as the chat model does.
+        A runnable from a dictionary to a message, which streams and batches as the chat model does.
     """
 
     def ask(values: Mapping[str, Any]) -> Runnable[Any, AIMessage]:
         question, documents = values.get(question_key), values.get(documents_key)
         if not isinstance(question, str) or documents is None:
             raise MACError(
-                f"a documents chain reads a question from {question_key!r} and documents from {documents_key!r}, and "
-                f"the keys here are: {', '.join(map(str, values)) or 'none'}"
+                f"a documents chain needs a question (a text) under the key {question_key!r} and documents under "
+                f"{documents_key!r}; the keys here are: {', '.join(map(str, values)) or 'none'}"
             )
         bound = llm.bind(contexts=[document.page_content for document in documents])
         return RunnableLambda(lambda _: question) | bound

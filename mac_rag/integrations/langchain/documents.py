@@ -1,4 +1,4 @@
-"""Documents of LangChain as documents for a memory bank, and back; and conditions on their metadata."""
+"""LangChain's documents as documents for a memory bank, and back; filters on metadata; the retriever."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ Documents: TypeAlias = Iterable[LangChainDocument]
 
 
 def to_documents(documents: Documents) -> list[Document]:
-    """Documents of LangChain, from a loader or a splitter, for `MACEngine.adapt`.
+    """Converts documents of LangChain, from a loader or a splitter, for `MACEngine.adapt`.
 
-    Each keeps its id and metadata. One without an id is filed under the hash of its text and metadata, so that nothing
-    is computed when it comes again; exact copies are one document. Whole documents serve better than small pieces: the
-    engine splits what is longer than the model's limit by itself.
+    Each keeps its id and metadata. The id of a document without one is the hash of its text and metadata, so that
+    nothing is computed if it comes again; exact copies are one document. Give whole documents rather than small pieces:
+    the engine itself splits a document that is longer than the model's limit.
 
     Examples:
         >>> documents = [LangChainDocument("A storm has hit Wunville.", id="storm"), LangChainDocument("It rained.")]
@@ -40,22 +40,22 @@ def to_documents(documents: Documents) -> list[Document]:
         (2, 2)
 
     Args:
-        documents: the documents; the attention that a `MACRetriever` put into their metadata is left out.
+        documents: the documents. The attention that a `MACRetriever` put into their metadata is left out.
 
     Raises:
-        DocumentError: for metadata that do not fit into JSON, of a document without an id.
+        DocumentError: for a document without an id whose metadata JSON cannot hold.
     """
-    found: dict[str, Document] = {}
-    copies: list[Document] = []  # with ids of their own, of which the engine says if they are not unique
+    unnamed: dict[str, Document] = {}
+    copies: list[Document] = []  # the engine checks that ids which documents bring are unique
     for document in documents:
         metadata = {key: value for key, value in document.metadata.items() if key != ATTENTION}
         if document.id is not None:
             copies.append(Document(document.id, document.page_content, metadata))
             continue
         name = _hash(document.page_content, metadata)
-        if name not in found:
-            found[name] = Document(name, document.page_content, metadata)
-            copies.append(found[name])
+        if name not in unnamed:
+            unnamed[name] = Document(name, document.page_content, metadata)
+            copies.append(unnamed[name])
     return copies
 
 
@@ -64,7 +64,7 @@ def _hash(text: str, metadata: dict[str, object]) -> str:
         content = json.dumps([text, metadata], sort_keys=True, allow_nan=False)
     except (TypeError, ValueError) as error:
         raise DocumentError(
-            f"the metadata of the document that begins {text[:60]!r} do not fit into JSON ({error}); write dates and "
+            f"JSON cannot hold the metadata of the document that begins {text[:60]!r} ({error}); write dates and "
             "paths as texts, or give the document an id"
         ) from None
     return hashlib.sha256(content.encode("utf-8", "surrogatepass")).hexdigest()[:32]
@@ -74,7 +74,7 @@ def check_texts(engine: MACEngine) -> None:
     """Checks that there are texts to retrieve.
 
     Raises:
-        ConfigError: for an engine whose bank keeps no texts, without a retriever that does.
+        ConfigError: for an engine whose bank keeps no texts and that has no retriever.
     """
     if not engine.bank.keep_texts and engine.retriever is None:
         raise ConfigError(
@@ -87,12 +87,12 @@ def from_source(source: Source, engine: MACEngine) -> LangChainDocument:
     """A document of the bank, with its share of the attention in its metadata.
 
     Raises:
-        BankError: when neither the bank nor the engine's retriever holds its text.
+        BankError: if neither the bank nor the engine's retriever holds its text.
     """
     text, retriever = source.text, engine.retriever
     if text is None and retriever is not None and source.document_id in retriever:
-        [found] = retriever.documents([source.document_id])
-        text = found.text
+        [document] = retriever.documents([source.document_id])
+        text = document.text
     if text is None:
         raise BankError(
             f"the memory holds document {source.document_id!r:.200}, but nothing holds its text; adapt to it again, "
@@ -102,9 +102,9 @@ def from_source(source: Source, engine: MACEngine) -> LangChainDocument:
 
 
 class WhereMetadata(PassingDocuments[Filters]):
-    """The ids of the documents in an engine's bank whose metadata fit, for the engine's `allowed`.
+    """The ids of the documents in an engine's bank whose metadata match filters, for the engine's `allowed`.
 
-    It follows changes of the bank. A document that the bank does not hold never passes.
+    Follows changes of the bank. A document that the bank does not hold never passes.
 
     Examples:
         >>> from mac_rag import Document
@@ -117,20 +117,20 @@ class WhereMetadata(PassingDocuments[Filters]):
 
     Args:
         engine: the engine of the bank.
-        filters: the values that metadata must have by their keys, or lists of which they must have one.
+        filters: metadata key -> the value that it must have, or a list of values of which it must have one.
     """
 
     def __init__(self, engine: MACEngine, filters: Filters) -> None:
-        super().__init__(engine, deepcopy(dict(filters)))  # the caller's may change
+        super().__init__(engine, deepcopy(dict(filters)))  # a copy, because the caller may change its own
         self._key = _key(filters)
 
     @property
     def key(self) -> str:
-        """Equal for equal filters; 1 and True are not equal."""
+        """A key that is equal for equal filters; 1 and True are not equal."""
         return self._key
 
     def passes(self, document_id: str, metadata: Mapping[str, Any]) -> bool:
-        """True if the metadata fit; see `mac_rag.memory.metadata_filters.fits`."""
+        """True if the metadata match; see `mac_rag.memory.metadata_filters.fits`."""
         return fits(metadata, self.filters)
 
 
@@ -140,7 +140,7 @@ def where(engine: MACEngine, filters: Filters | None, last: WhereMetadata | None
     Args:
         engine: the engine of the bank.
         filters: the filters.
-        last: those of the call before, which know what passes if the filters are the same.
+        last: the result of the call before, which is reused if the filters are equal.
     """
     if not filters:
         return None
@@ -152,10 +152,10 @@ def _key(filters: Filters) -> str:
 
 
 def check_names(cls: type[BaseModel], given: dict[str, Any], without_effect: Collection[str] = ()) -> dict[str, Any]:
-    """The arguments of a constructor without those that have no effect.
+    """The arguments of a constructor, without those that have no effect.
 
     Raises:
-        ConfigError: for an argument that the class does not have, which LangChain would ignore.
+        ConfigError: for an argument that the class does not have; LangChain would ignore it.
     """
     known = {name for field, info in cls.model_fields.items() for name in (field, info.alias) if name}
     if unknown := sorted(set(given) - known - set(without_effect)):
@@ -166,12 +166,12 @@ def check_names(cls: type[BaseModel], given: dict[str, Any], without_effect: Col
 
 
 class MACRetriever(BaseRetriever):
-    """The documents of an engine's bank, ranked by the attention that a question pays to each.
+    """A retriever that ranks the documents of an engine's bank by the attention that a question pays to each.
 
-    A document has the id and metadata that the engine has adapted to, and in its metadata `mac_attention`, its share of
-    the question's attention; the shares of all documents sum to 1. Its text is the one that the bank keeps, or else
-    that of the engine's retriever. Where nothing passes the filters, or the bank is empty, there are none. The async
-    methods do not block the event loop.
+    A document has the id and metadata with which the engine adapted to it, and in its metadata `mac_attention`, its
+    share of the question's attention; the shares of all documents sum to 1. Its text comes from the bank or, if the
+    bank keeps none, from the engine's retriever. If no document passes the filters, or the bank is empty, the result is
+    empty. The async methods do not block the event loop.
 
     `k`, `filters` and `as_of` are also arguments of a call: `retriever.invoke(question, k=1)`.
 
@@ -189,11 +189,11 @@ class MACRetriever(BaseRetriever):
     Args:
         engine: the engine.
         k: number of documents per question.
-        filters: values that the metadata of a document must have by their keys, or lists of which it must have one.
+        filters: metadata key -> the value that a document must have, or a list of values of which it must have one.
         as_of: the moment of the question: later documents are not found, and have no influence.
 
     Raises:
-        ConfigError: for an engine whose bank keeps no texts, without a retriever; for an unknown argument.
+        ConfigError: for an engine whose bank keeps no texts and that has no retriever; for an unknown argument.
     """
 
     engine: MACEngine = Field(exclude=True, repr=False)
@@ -201,15 +201,15 @@ class MACRetriever(BaseRetriever):
     filters: dict[str, Any] | None = None
     as_of: str | datetime | None = None
 
-    _filtered: WhereMetadata | None = PrivateAttr(default=None)  # of the last call
+    _filtered: WhereMetadata | None = PrivateAttr(default=None)  # cache: from the last call
 
     @model_validator(mode="before")
     @classmethod
-    def _check(cls, given: dict[str, Any]) -> dict[str, Any]:
-        given = check_names(cls, given)
-        if isinstance(engine := given.get("engine"), MACEngine):
+    def _check(cls, arguments: dict[str, Any]) -> dict[str, Any]:
+        arguments = check_names(cls, arguments)
+        if isinstance(engine := arguments.get("engine"), MACEngine):
             check_texts(engine)
-        return given
+        return arguments
 
     def _get_relevant_documents(
         self,
@@ -226,8 +226,8 @@ class MACRetriever(BaseRetriever):
         moment = self.as_of if as_of is None else as_of
         if not remembers(engine, allowed, moment):
             return []
-        found = engine.sources(query, most=k, allowed=allowed, as_of=moment)
-        return [from_source(source, engine) for source in found]
+        sources = engine.sources(query, most=k, allowed=allowed, as_of=moment)
+        return [from_source(source, engine) for source in sources]
 
     async def _aget_relevant_documents(
         self, query: str, *, run_manager: AsyncCallbackManagerForRetrieverRun, **options: Any

@@ -1,4 +1,4 @@
-"""The base of MAC's LlamaIndex components, which hold an engine, and metadata filters for the memory bank."""
+"""The bases of MAC's LlamaIndex components, which hold an engine, and metadata filters for the memory bank."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class EngineComponent(BaseComponent):
 
         Args:
             data: the dictionary.
-            kwargs: arguments that the dictionary does not hold, the engine among them.
+            kwargs: arguments that the dictionary does not hold, such as the engine.
         """
         accepted = inspect.signature(cls).parameters
         return cls(**{name: value for name, value in {**data, **kwargs}.items() if name in accepted})
@@ -51,8 +51,8 @@ class EngineComponent(BaseComponent):
 class FilteredDocuments(PassingDocuments[MetadataFilters]):
     """The ids of the documents in an engine's bank that pass metadata filters, for the engine's `allowed`.
 
-    It follows changes of the bank. Filters see the metadata that `MemoryWriter` or `engine.adapt` stored with a
-    document, and its id as `doc_id`, `document_id` and `ref_doc_id`. Missing keys count as in LlamaIndex's own
+    Follows changes of the bank. Filters see the metadata that `MemoryWriter` or `engine.adapt` stored with a document,
+    and its id as `doc_id`, `document_id` and `ref_doc_id`. Missing keys are treated as in LlamaIndex's own
     `SimpleVectorStore`. A document that the bank does not hold never passes.
 
     Examples:
@@ -85,7 +85,7 @@ class FilteredDocuments(PassingDocuments[MetadataFilters]):
         except (TypeError, ValueError) as error:
             raise ConfigError(
                 f"the metadata filters do not fit document {document_id!r} of the memory bank: {error}; "
-                "compare a key with values of its own type, by an operator that they have"
+                "compare a key with values of its own type, by an operator that this type has"
             ) from None
 
 
@@ -108,7 +108,7 @@ class FilteringComponent(EngineComponent):
     """A component that reads the bank through metadata filters.
 
     Attributes:
-        filters: documents that may have any influence; None for all.
+        filters: filters for the documents that may have any influence; None for all.
         as_of: the moment of the question, as `MACEngine.answer` takes it; None for all dates.
     """
 

@@ -1,7 +1,7 @@
-"""What LlamaIndex's prompt templates and conversations ask for, and which of it a checkpoint can serve.
+"""Reads requests from LlamaIndex's prompt templates and conversations; refuses those that a checkpoint cannot serve.
 
-What a component asks for shows in the slots, the declared type and the wording of its prompt template; see
-`mac_rag.integrations.framework` for why other requests are refused.
+The slots, the declared type and the wording of a prompt template tell what its component asks for;
+`mac_rag.integrations.framework` explains why some requests are refused.
 """
 
 from __future__ import annotations
@@ -21,7 +21,14 @@ from llama_index.core.prompts.base import ChatPromptTemplate, SelectorPromptTemp
 from llama_index.core.prompts.utils import get_template_vars
 
 from mac_rag.errors import InstructionError, MACError
-from mac_rag.integrations.framework import Framework, Said, first_time, refuse, refuse_system_message, warn_of_history
+from mac_rag.integrations.framework import (
+    Framework,
+    PlainMessage,
+    first_time,
+    refuse,
+    refuse_system_message,
+    warn_of_history,
+)
 from mac_rag.lm.prompt import FittedPrompt
 
 logger = logging.getLogger(__name__)
@@ -29,8 +36,8 @@ logger = logging.getLogger(__name__)
 _CONTEXT_SLOTS = {"context_str", "context_msg"}
 _SLOTS = {"query_str", "existing_answer", *_CONTEXT_SLOTS}
 
-# The types that LlamaIndex declares for other templates than those of questions and answers. `SUMMARY` belongs to
-# tree_summarize.
+# The types that LlamaIndex declares for templates other than those of question answering. `SUMMARY` is the type of
+# tree_summarize, which is question answering.
 _OTHER_TYPES = set(PromptType) - {
     PromptType.CUSTOM,
     PromptType.QUESTION_ANSWER,
@@ -40,8 +47,8 @@ _OTHER_TYPES = set(PromptType) - {
 }
 
 # Wording by which a template with the slots of question answering asks for something else. Evaluators, rerankers and
-# generators of questions declare no type of their own, so their wording is all that tells them from a custom template.
-# A custom template may well speak of questions, scores or JSON; only a demand for them is caught.
+# question generators declare no type of their own, so only their wording distinguishes them from a custom template. A
+# custom template may well mention questions, scores or JSON; only a demand for them matches.
 _DEMANDS = re.compile(
     r"""
       \bYES\b .{0,300}? \bNO\b                                                                    # a verdict
@@ -61,7 +68,7 @@ _DEMANDS = re.compile(
     re.VERBOSE | re.DOTALL,
 )
 
-# The chat engines put a system prompt of the user behind one of these.
+# The chat engines append the user's system prompt to one of these.
 _CONTEXT_TEMPLATES = (
     context.DEFAULT_CONTEXT_TEMPLATE,
     context.DEFAULT_REFINE_TEMPLATE,
@@ -74,19 +81,19 @@ FRAMEWORK = Framework(
     llm="MACLLM",
     options="contexts, max_tokens (at least 1), temperature, top_p, seed and stop",
     other_llm="Give the component that asks another LLM (llm=...)",
-    behind_prompt="; to ask about texts, hand them over: complete(question, contexts=[...]). Without another LLM, a "
-    "chat engine takes skip_condense=True or chat_mode='context', and a QueryFusionRetriever num_queries=1",
-    behind_system="; or leave the system prompt out. Agents always have one",
-    behind_tools=", so use an agent that calls tools by text (ReActAgent)",
+    prompt_remedy="; to ask about texts, pass them: complete(question, contexts=[...]). Without another LLM, a chat "
+    "engine takes skip_condense=True or chat_mode='context', and a QueryFusionRetriever num_queries=1",
+    system_remedy="; or leave the system prompt out. Agents always have one",
+    tool_remedy=", so use an agent that calls tools by text (ReActAgent)",
 )
 
 
 @dataclass(frozen=True, slots=True)
 class _Wording:
-    """What a prompt template says.
+    """The wording of a prompt template.
 
     Attributes:
-        slots: names of its slots, as LlamaIndex's components name them.
+        slots: names of its slots, by the names that LlamaIndex's components use.
         text: its text, without the messages of an earlier conversation.
         system: the texts of its system messages.
         has_history: True if it holds messages of an earlier conversation.
@@ -102,7 +109,7 @@ def check_template(prompt: BasePromptTemplate, llm: LLM) -> None:
     """Checks that a prompt template asks for the answer to a question; warns once if it has a wording of its own.
 
     Raises:
-        InstructionError: for a template that asks for anything else; names what shows it.
+        InstructionError: for a template that asks for anything else; names the part that shows it.
     """
     if isinstance(prompt, SelectorPromptTemplate):
         prompt = prompt.select(llm=llm)
@@ -110,7 +117,7 @@ def check_template(prompt: BasePromptTemplate, llm: LLM) -> None:
     slots = wording.slots
     if {"chat_history", "question"} <= slots:
         refuse(
-            "it is to rewrite a follow-up question of a chat (chat_history, question)",
+            "it asks to rewrite a follow-up question of a chat (slots chat_history, question)",
             FRAMEWORK,
             "; or let the chat engine ask each question as it is typed: chat_mode='context', or "
             "chat_mode='condense_plus_context' with skip_condense=True",
@@ -145,8 +152,8 @@ def check_template(prompt: BasePromptTemplate, llm: LLM) -> None:
                     refuse_system_message(added, FRAMEWORK)
     if is_own and first_time("wording"):
         logger.warning(
-            "the checkpoint reads question and context in the form that it was trained on, and not the wording of your "
-            "prompt template (this is said once)"
+            "the checkpoint reads question and context in the format of its training, and not the wording of your "
+            "prompt template (shown once)"
         )
     if wording.has_history:
         warn_of_history()
@@ -155,7 +162,7 @@ def check_template(prompt: BasePromptTemplate, llm: LLM) -> None:
 def _wording(prompt: BasePromptTemplate, llm: LLM) -> _Wording:
     if not isinstance(prompt, ChatPromptTemplate):
         return _Wording(_slots(prompt, prompt.template_vars), prompt.get_template(llm=llm))
-    # Messages of an earlier conversation stand before the question; braces in them are no slots.
+    # Messages before the question are an earlier conversation; braces in them are not slots.
     messages = prompt.message_templates
     system = tuple(message.content or "" for message in messages if _is_system(message))
     users = [message.content or "" for message in messages if message.role == MessageRole.USER]
@@ -178,14 +185,14 @@ def _is_system(message: ChatMessage) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One call of `predict` or `stream`.
+    """A request to the LLM.
 
     Attributes:
         question: the question to answer.
         contexts: texts to answer from, or a `FittedPrompt`; None if the template has no slot for contexts.
         messages: the conversation that asks the question, whose wording the LM reads; None if the LM reads question and
             contexts only.
-        settled: the reply, if it is known without the model; None if the model has to answer.
+        settled: the answer, if it is known without the model; None if the model has to answer.
     """
 
     question: str
@@ -199,9 +206,9 @@ def read_slots(prompt: BasePromptTemplate, prompt_args: Mapping[str, Any]) -> Re
 
     - `query_str` is the question. The context is `context_str` (a text, or a list of texts in simple_summarize) or, in
       later steps of refine, `context_msg`. The words of the template are ignored: the LM reads question and context in
-      the format that it was trained with.
+      the format of its training.
     - A later step of refine has an `existing_answer`, which is returned. Nodes come best first, and a MAC model answers
-      in a few tokens without saying that a context does not help, so a new answer would be the one from the worst
+      in a few tokens without saying that a context does not help, so the last answer would be the one from the worst
       node. A warning says that further contexts are not read.
 
     Args:
@@ -209,28 +216,27 @@ def read_slots(prompt: BasePromptTemplate, prompt_args: Mapping[str, Any]) -> Re
         prompt_args: values of its slots.
 
     Raises:
-        InstructionError: when the template asks for structured output.
-        MACError: when no slot holds a question.
+        InstructionError: if the template asks for structured output.
+        MACError: if no slot holds a question.
     """
     if prompt.output_parser is not None:
         raise InstructionError(
-            "MACLLM answers in plain text and supports no output parser; take it off the prompt template, or give this "
-            "step another LLM (llm=...)"
+            "MACLLM answers in plain text and supports no output parser; remove it from the prompt template, or give "
+            "this step another LLM (llm=...)"
         )
     values = {**prompt.kwargs, **prompt_args}
     question = values.get("query_str")
     if not isinstance(question, str):
         raise MACError(
-            f"MACLLM answers questions, and this prompt template has no text in a slot named query_str "
-            f"(its slots: {', '.join(sorted(values)) or 'none'})"
+            f"MACLLM answers questions, and this prompt template has no text in the slot query_str "
+            f"(its slots: {', '.join(sorted(values)) or 'none'}); put the question there"
         )
     existing = values.get("existing_answer")
     if existing:
         if first_time("refine"):
             warnings.warn(
-                "a later step of refine keeps the answer to the first context and does not read the further ones; use "
-                "response_mode='compact' without a prompt helper to have all nodes read in one prompt (this is said "
-                "once)",
+                "a later step of refine keeps the answer to the first context and does not read the others; use "
+                "response_mode='compact' without a prompt helper to have all nodes read in one prompt (shown once)",
                 stacklevel=4,
             )
         return Request(question, settled=str(existing))
@@ -249,14 +255,14 @@ _ROLES = {
     MessageRole.CHATBOT: "assistant",
     MessageRole.MODEL: "assistant",
 }
-_QUESTION_SLOTS = ("query_str", "question", "query")  # as LlamaIndex's components name them
+_QUESTION_SLOTS = ("query_str", "question", "query")  # the names that LlamaIndex's components use
 _CONTEXTS = ("context_msg", "context_str")
 
 
-def said(messages: Sequence[ChatMessage]) -> list[Said]:
-    """The messages as texts."""
+def plain_messages(messages: Sequence[ChatMessage]) -> list[PlainMessage]:
+    """The messages in the form that both frameworks share."""
     return [
-        Said(
+        PlainMessage(
             _ROLES.get(message.role, message.role.value),
             message.content or "",
             tuple(block.block_type for block in message.blocks if not isinstance(block, TextBlock)),
@@ -268,8 +274,8 @@ def said(messages: Sequence[ChatMessage]) -> list[Said]:
 def read_template(llm: LLM, prompt: BasePromptTemplate, prompt_args: Mapping[str, Any]) -> Request | None:
     """A filled prompt template as a conversation with its wording; None for a template that is nothing but slots.
 
-    The memory is asked the question in the slots, or else the last message. A context in the slots may be cut if the
-    conversation is beyond the LM's window.
+    The question in the slots, or else the last message, queries the memory. A context in the slots may be truncated if
+    the conversation exceeds the LM's window.
     """
     values = {**prompt.kwargs, **prompt_args}
     if _is_slots(llm, prompt) or any(isinstance(value, FittedPrompt) for value in values.values()):

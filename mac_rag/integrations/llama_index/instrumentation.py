@@ -1,6 +1,6 @@
-"""MAC in LlamaIndex's instrumentation: nodes and docstores that it learns from spans, and events that it fires.
+"""MAC in LlamaIndex's instrumentation: finds nodes and docstores in spans, and fires events.
 
-LlamaIndex hands an LLM one text in which every node stands behind its metadata, and a transformation its nodes and
+LlamaIndex gives an LLM a single text, where each node follows its metadata, and gives a transformation its nodes and
 nothing about the pipeline. Its instrumentation knows more: a span begins with the arguments of the call.
 """
 
@@ -34,7 +34,7 @@ _docstore: ContextVar[BaseDocumentStore | None] = ContextVar("mac_docstore", def
 
 
 class NodeReader(LLM):
-    """An LLM that says which metadata of a node it reads.
+    """An LLM that declares which metadata of a node it reads.
 
     Attributes:
         metadata_mode: the metadata that stand in front of a node's text in the LM's prompt.
@@ -44,7 +44,7 @@ class NodeReader(LLM):
 
 
 class _SpanHandler(BaseSpanHandler[BaseSpan]):
-    """Keeps no spans."""
+    """Reads the arguments of spans, and keeps no spans."""
 
     @classmethod
     def class_name(cls) -> str:
@@ -81,9 +81,9 @@ class _SpanHandler(BaseSpanHandler[BaseSpan]):
 
 
 def _show(chunks: Any, mode: MetadataMode) -> None:
-    """Replaces the texts that `synthesize` has made of its nodes by texts with other metadata, in their place.
+    """Replaces the texts that `synthesize` made of its nodes, in place, by texts with the metadata of `mode`.
 
-    `synthesize` makes the list of texts for this one call. Texts that are not those of the nodes stay as they are.
+    `synthesize` makes the list of texts only for this call. Texts that are not those of the nodes stay as they are.
     """
     nodes = _nodes.get()
     _nodes.set(None)
@@ -97,7 +97,7 @@ _handler = _SpanHandler()
 
 
 def listen() -> None:
-    """Lets the handler hear of LlamaIndex's spans. A second call changes nothing."""
+    """Registers the handler for LlamaIndex's spans. A second call changes nothing."""
     if _handler not in root_dispatcher.span_handlers:
         root_dispatcher.add_span_handler(_handler)
 
@@ -108,7 +108,7 @@ def running_docstore() -> BaseDocumentStore | None:
 
 
 class DocumentsTruncatedEvent(BaseEvent):
-    """Documents were cut or left out to fit into the LM's window.
+    """Fired if documents were truncated or left out to fit the LM's window.
 
     Examples:
         >>> event = DocumentsTruncatedEvent(query_str="What hit Wunville?", given=["A storm.", "A town."], used=["A"])
@@ -116,9 +116,9 @@ class DocumentsTruncatedEvent(BaseEvent):
         '1 of 2 documents left out'
 
     Attributes:
-        query_str: the question, which is never cut.
+        query_str: the question, which is never truncated.
         given: the texts of the nodes.
-        used: the texts that the LM reads, some of them cut. Texts that were left out are missing.
+        used: the texts that the LM reads, some of them truncated, without those that were left out.
     """
 
     query_str: str
@@ -131,14 +131,13 @@ class DocumentsTruncatedEvent(BaseEvent):
 
 
 def reported(prompt: FittedPrompt, texts: Sequence[str]) -> FittedPrompt:
-    """The prompt; if texts were cut for it, fires an event, and the first time logs a warning."""
+    """Returns the prompt. If texts were truncated for it, fires an event, and the first time logs a warning."""
     if not prompt.truncated:
         return prompt
     if first_time("truncated"):
         logger.warning(
-            "%d documents and the question are beyond the LM's window; the documents were shortened, and %d of "
-            "them left out: retrieve fewer or smaller nodes (this is said once; every time, a "
-            "DocumentsTruncatedEvent says it)",
+            "%d documents and the question exceed the LM's window, so documents were shortened, and %d of them left "
+            "out; retrieve fewer or smaller nodes (shown once; a DocumentsTruncatedEvent is fired each time)",
             len(texts),
             len(texts) - len(prompt.contexts),
         )

@@ -57,9 +57,9 @@ from mac_rag.integrations.llama_index.instructions import (
     FRAMEWORK,
     Request,
     check_template,
+    plain_messages,
     read_slots,
     read_template,
-    said,
 )
 from mac_rag.integrations.llama_index.instrumentation import NodeReader, listen, reported
 from mac_rag.lm.decoding import GREEDY, Sampling
@@ -68,13 +68,13 @@ from mac_rag.model import MACModel
 
 dispatcher = get_dispatcher(__name__)
 
-# LlamaIndex subtracts from the window its own prompt templates, the chat history and 500 tokens for refined answers,
-# all counted with another model's tokenizer, although none of them enters a MAC prompt. Without this reserve it would
-# refuse small windows, cut a context in two that the LM can read in one, and fail after a few turns of a chat. With
-# it, LlamaIndex cuts no text that the LM could read: the engine, which counts the LM's own tokens, decides.
+# LlamaIndex subtracts its own prompt templates, the chat history and 500 tokens for refined answers from the window,
+# all counted with another model's tokenizer, although none of them enters a MAC prompt. Without this reserve, it would
+# refuse small windows, split a context that the LM can read as a whole, and fail after a few turns of a chat. With it,
+# LlamaIndex splits no text that the LM could read: the engine, which counts the LM's own tokens, decides.
 LLAMA_INDEX_RESERVE = 4096
 
-Contexts: TypeAlias = Sequence[str] | FittedPrompt | None  # of one question
+Contexts: TypeAlias = Sequence[str] | FittedPrompt | None  # texts for one question, or its prompt with them
 
 
 class MACLLM(CustomLLM, FilteringComponent, NodeReader):
@@ -82,29 +82,29 @@ class MACLLM(CustomLLM, FilteringComponent, NodeReader):
 
     What the LM reads depends on the checkpoint's prompt format.
 
-    **Templates of its own** (`mac-small`): it reads question and context in the form that it was trained on, from the
+    **Templates of its own** (`mac-small`): the LM reads question and context in the format of its training, from the
     slots of LlamaIndex's prompt templates (see `read_slots`), and never the wording of templates or chat histories.
     `complete(question, contexts=...)` answers a question, `chat(messages)` the last user message. Components that give
     instructions (rerankers, evaluators, extractors, agents, rewriting steps of chat engines, system prompts) get an
     `InstructionError`, as do structured output, output parsers and tools.
 
-    **`chat`**, around an instruct LM: it reads all of it, through the LM's chat template, with the memory as a prefix.
+    **`chat`**, around an instruct LM: the LM reads everything, through its chat template, with the memory as a prefix.
 
-    - `chat(messages)` is the conversation, `complete(prompt)` a message of the user, and a prompt template its messages
-      with their wording, documents inside the user's turn. The system message of the checkpoint's format stands where a
-      conversation has none. Output parsers, pydantic programs and ReAct agents work; it calls no functions.
-    - Where there is no wording, as in `complete(question, contexts=...)`, `MACSynthesizer`, or a template that is
-      nothing but slots, question and documents have the form of the training.
-    - The memory is asked the question in the slots (`query_str`), or else the last message. While it is empty, the LM
-      answers alone.
+    - `chat(messages)` passes the conversation, `complete(prompt)` one user message, and a prompt template its messages
+      with their wording, documents inside the user's turn. A conversation without a system message gets the one of the
+      checkpoint's format. Output parsers, pydantic programs and ReAct agents work; the LM calls no functions.
+    - If there is no wording, as in `complete(question, contexts=...)`, `MACSynthesizer`, or a template that is nothing
+      but slots, question and documents have the format of the training.
+    - The question in the slots (`query_str`), or else the last message, queries the memory. If the memory is empty,
+      the LM answers alone.
 
     The async methods do not block the event loop; the streaming ones yield tokens as the LM generates them. Each call
     takes `max_tokens`, `temperature`, `top_p`, `seed` and `stop`.
 
     The LM reads the text of the nodes and none of their metadata, such as a file's path; `metadata_mode` changes that.
-    If a context is beyond the LM's window, its end is left out and a warning is logged; retrieve fewer or smaller
-    nodes, let LlamaIndex pack by the LM's own tokens (`prompt_helper`), or use `MACSynthesizer`, which also keeps the
-    nodes separate.
+    If a context exceeds the LM's window, its end is left out and a warning is logged; retrieve fewer or smaller nodes,
+    let LlamaIndex pack by the LM's own tokens (`prompt_helper`), or use `MACSynthesizer`, which also keeps the nodes
+    separate.
 
     Examples:
         >>> context = "Edgar Flara will join the board of Rainga Press. The company employs 180 people."
@@ -117,22 +117,22 @@ class MACLLM(CustomLLM, FilteringComponent, NodeReader):
         use_memory: True to always answer with the bank, which must then not be empty; False to never use it; None to
             use it if it holds documents, and otherwise to answer from the context alone.
         max_new_tokens: longest answer; None for the model's configured length.
-        sampling: how answers are decoded where a call does not say it.
-        sources: largest number of documents that `raw["mac_sources"]` of a response names as what the answer rests on,
-            as `MACEngine.answer` finds them; responses that come token by token name none.
-        min_confidence: below this confidence the answer is "I don't know", and `raw` has the guess (`mac_guess`);
-            `mac_confidence` tells the confidence of every answer. None is then streamed: it comes in one piece.
+        sampling: how answers are decoded, unless a call says otherwise.
+        sources: most documents that `raw["mac_sources"]` of a response names as what the answer rests on (see
+            `MACEngine.answer`); streamed responses name none.
+        min_confidence: if the confidence is below this value, the answer is "I don't know", and `raw` has the guess
+            (`mac_guess`). `mac_confidence` is the confidence of every answer. Streams then have one piece.
         metadata_mode: the metadata of a node that the LM reads in front of its text: none, or with `MetadataMode.LLM`
             all but those in `node.excluded_llm_metadata_keys`.
-        filters: the documents that may influence an answer through the bank; give the retriever the same filters. For
-            the filters of one request, `llm.model_copy(update={"filters": filters})` is cheap and shares the engine.
-        as_of: the moment of the question, as `MACEngine.answer` takes it: documents of the bank that are later have no
-            influence through it, nor through the engine's retriever. For one request, copy the LLM as for filters.
+        filters: filters for the documents that may influence an answer through the bank; give the retriever the same
+            filters. For one request, `llm.model_copy(update={"filters": filters})` is cheap and shares the engine.
+        as_of: the moment of the question, as `MACEngine.answer` takes it: later documents of the bank have no influence
+            through it, nor through the engine's retriever. For one request, copy the LLM as for filters.
         callback_manager: LlamaIndex's callback manager.
 
     Raises:
-        ConfigError: when both `model` and `engine` are given.
-        ModelLoadError: when the model cannot be loaded.
+        ConfigError: if both `model` and `engine` are given.
+        ModelLoadError: if the model cannot be loaded.
     """
 
     model: str = Field(description="Name or path of the model; a description if it is an object.")
@@ -140,7 +140,7 @@ class MACLLM(CustomLLM, FilteringComponent, NodeReader):
     max_new_tokens: int | None = Field(default=None, ge=1, description="Longest answer; None for the model's own.")
     sampling: Sampling = Field(default=GREEDY, description="How answers are decoded.")
     min_confidence: float | None = Field(default=None, ge=0, le=1, description="Below it, the answer is withheld.")
-    sources: int = Field(default=0, ge=0, description="Largest number of sources that a response names.")
+    sources: int = Field(default=0, ge=0, description="Most sources that a response names.")
 
     def __init__(
         self,
@@ -192,7 +192,7 @@ class MACLLM(CustomLLM, FilteringComponent, NodeReader):
 
     @property
     def metadata(self) -> LLMMetadata:
-        """Sizes that LlamaIndex plans with. Where its prompts are not read, the window includes what they take."""
+        """Sizes that LlamaIndex plans with. If the LM does not read its prompts, the window has a reserve for them."""
         model = self.engine.model
         return LLMMetadata(
             context_window=model.context_window + (0 if self.reads_instructions else LLAMA_INDEX_RESERVE),
@@ -204,9 +204,9 @@ class MACLLM(CustomLLM, FilteringComponent, NodeReader):
     def prompt_helper(self) -> PromptHelper:
         """A prompt helper that counts the LM's own tokens against its true window.
 
-        Without it, the end of a context that is too long is left out. Set it as `Settings.prompt_helper`, or give it to
-        `get_response_synthesizer`, and LlamaIndex divides such a context: tree_summarize and accumulate ask about every
-        part, compact and refine about the first one (with a warning), and simple_summarize cuts the rest off.
+        Without it, the end of a context that is too long is left out. If you set it as `Settings.prompt_helper`, or
+        give it to `get_response_synthesizer`, LlamaIndex divides such a context: tree_summarize and accumulate ask
+        about every part, compact and refine about the first part (with a warning), and simple_summarize drops the rest.
         """
         model = self.engine.model
         tokenizer = model.base_lm.tokenizer
@@ -227,8 +227,8 @@ class MACLLM(CustomLLM, FilteringComponent, NodeReader):
         texts = contexts.contexts if isinstance(contexts, FittedPrompt) else contexts
         if self.use_memory is None and not (use_memory or texts or retrieves or self.reads_instructions):
             raise BankError(
-                "there is nothing to answer from: the memory bank is empty, or holds nothing that the filters let "
-                "pass, or that counts by then, and no context was given; adapt to some documents first (MemoryWriter, "
+                "there is nothing to answer from: the memory bank is empty, or holds no document that passes the "
+                "filters and counts at as_of, and no context was given; adapt to some documents first (MemoryWriter, "
                 "or llm.engine.adapt), or ask the LM alone with use_memory=False"
             )
         return {
@@ -240,17 +240,17 @@ class MACLLM(CustomLLM, FilteringComponent, NodeReader):
         }
 
     def fit_to_window(self, question: str, texts: Sequence[str], max_new_tokens: int | None = None) -> FittedPrompt:
-        """The question and the texts as a prompt that fits the LM's window.
+        """Builds a prompt of question and texts that fits the LM's window.
 
-        If texts are cut or left out, it fires a `DocumentsTruncatedEvent`, and the first time it logs a warning.
+        If texts are truncated or left out, it fires a `DocumentsTruncatedEvent`, and the first time it logs a warning.
 
         Args:
             question: the question.
             texts: the texts to answer from, the best first.
-            max_new_tokens: longest answer, for which it leaves room; None for that of the LLM.
+            max_new_tokens: longest answer, for which the prompt leaves room; None for that of the LLM.
 
         Raises:
-            DocumentError: for an empty question, or one that alone is beyond the window.
+            DocumentError: for an empty question, or one that alone exceeds the window.
         """
         room = max_new_tokens or self.max_new_tokens
         prompt = self.engine.model.fit_to_window(question, texts, overflow="truncate", max_new_tokens=room)
@@ -261,7 +261,7 @@ class MACLLM(CustomLLM, FilteringComponent, NodeReader):
         settings, contexts = self._settings(request, options), request.contexts
         if request.messages is not None:
             texts = () if contexts is None or isinstance(contexts, FittedPrompt) else contexts
-            conversation = read_conversation(said(request.messages), FRAMEWORK)
+            conversation = read_conversation(plain_messages(request.messages), FRAMEWORK)
             question, room = request.question or None, options.max_new_tokens
             model = self.engine.model
             fitted = model.fit_conversation(conversation, question=question, contexts=texts, max_new_tokens=room)
@@ -305,7 +305,7 @@ class MACLLM(CustomLLM, FilteringComponent, NodeReader):
 
     def _conversation(self, messages: Sequence[ChatMessage], question: str | None, contexts: Contexts) -> Request:
         if not self.reads_instructions:
-            return Request(last_question(said(messages), FRAMEWORK))
+            return Request(last_question(plain_messages(messages), FRAMEWORK))
         texts = () if contexts is None or isinstance(contexts, FittedPrompt) else tuple(contexts)
         return Request(question or "", texts, messages=tuple(messages))
 
@@ -319,16 +319,16 @@ class MACLLM(CustomLLM, FilteringComponent, NodeReader):
 
         Args:
             prompt: the question or message.
-            formatted: True if `prompt` is known to be a question; it is then not examined.
+            formatted: True if `prompt` is known to be a question; it is then not checked.
             contexts: texts to answer from, the best first, or the result of `fit_to_window`; None for those of the
                 engine's retriever, if it has one.
             kwargs: `max_tokens`, the longest answer, and `temperature`, `top_p`, `seed` and `stop` (see `Sampling`).
 
         Raises:
-            InstructionError: when `prompt` is a prompt to complete and not a question.
+            InstructionError: if `prompt` is a prompt to complete and not a question.
             BankError: for an empty bank, if memory is required or there is no context either.
-            FingerprintError: when another model wrote the bank.
-            DocumentError: for an empty question, or one that alone is beyond the LM's window.
+            FingerprintError: if another model wrote the bank.
+            DocumentError: for an empty question, or one that alone exceeds the LM's window.
             MACError: for any other option.
         """
         request, options = self._completion(prompt, formatted, contexts), self._options(kwargs)
@@ -369,19 +369,19 @@ class MACLLM(CustomLLM, FilteringComponent, NodeReader):
         contexts: Contexts = None,
         **kwargs: Any,
     ) -> ChatResponse:
-        """Answers a conversation; a checkpoint that follows no instructions reads the last user message only.
+        """Answers a conversation; a checkpoint that follows no instructions reads only the last user message.
 
         Args:
             messages: the conversation.
-            question: what the memory is asked; None for the last message.
-            contexts: texts in the messages that may be cut if the conversation is beyond the LM's window.
+            question: the question that queries the memory; None for the last message.
+            contexts: texts in the messages that may be truncated if the conversation exceeds the LM's window.
             kwargs: options as `complete` takes them.
 
         Raises:
             InstructionError: for system messages, results of tools, or a prompt to complete in place of a question, if
                 the checkpoint follows no instructions.
-            PromptError: for a conversation that the chat template refuses, or that is beyond the window.
-            MACError: when there is no user message, or one holds more than text; and as `complete`.
+            PromptError: for a conversation that the chat template refuses, or that exceeds the window.
+            MACError: if there is no user message, or one holds more than text; and as `complete`.
         """
         request, options = self._conversation(messages, question, contexts), self._options(kwargs)
         answer = self._answer(request, options)
@@ -429,20 +429,20 @@ class MACLLM(CustomLLM, FilteringComponent, NodeReader):
         pieces = await self._astream(request, options)
         return (chat_response(text, piece) async for text, piece in pieces)
 
-    # -- prompt templates: conversations for a checkpoint that follows instructions, read by their slots for others --
+    # -- prompt templates: a checkpoint that follows instructions reads their wording, any other only their slots --
 
     def predict(self, prompt: BasePromptTemplate, **prompt_args: Any) -> str:
         """Answers a prompt template; see `read_template` and `read_slots`.
 
         Raises:
-            InstructionError: for a template that asks for anything but the answer to a question, if the checkpoint
-                follows no instructions.
-            MACError: when the slots hold no question; and as `complete`.
+            InstructionError: for a template that asks for anything other than the answer to a question, if the
+                checkpoint follows no instructions.
+            MACError: if the slots hold no question; and as `complete`.
         """
         request = self._request(prompt, prompt_args)
         answer = request.settled
         if answer is None and request.messages is not None:
-            answer = self._parse_output(self.chat(request.messages, **_asked(request)).message.content or "")
+            answer = self._parse_output(self.chat(request.messages, **_chat_arguments(request)).message.content or "")
         elif answer is None:
             answer = self.complete(request.question, formatted=True, contexts=request.contexts).text
         dispatcher.event(LLMPredictEndEvent(output=answer))
@@ -453,7 +453,7 @@ class MACLLM(CustomLLM, FilteringComponent, NodeReader):
         request = self._request(prompt, prompt_args)
         answer = request.settled
         if answer is None and request.messages is not None:
-            response = await self.achat(request.messages, **_asked(request))
+            response = await self.achat(request.messages, **_chat_arguments(request))
             answer = self._parse_output(response.message.content or "")
         elif answer is None:
             answer = (await self.acomplete(request.question, formatted=True, contexts=request.contexts)).text
@@ -466,7 +466,7 @@ class MACLLM(CustomLLM, FilteringComponent, NodeReader):
         if request.settled is not None:
             return (token for token in [request.settled])
         if request.messages is not None:
-            return stream_chat_response_to_tokens(self.stream_chat(request.messages, **_asked(request)))
+            return stream_chat_response_to_tokens(self.stream_chat(request.messages, **_chat_arguments(request)))
         return stream_completion_response_to_tokens(
             self.stream_complete(request.question, formatted=True, contexts=request.contexts)
         )
@@ -477,7 +477,9 @@ class MACLLM(CustomLLM, FilteringComponent, NodeReader):
         if request.settled is not None:
             return single(request.settled)
         if request.messages is not None:
-            return await astream_chat_response_to_tokens(await self.astream_chat(request.messages, **_asked(request)))
+            return await astream_chat_response_to_tokens(
+                await self.astream_chat(request.messages, **_chat_arguments(request))
+            )
         return await astream_completion_response_to_tokens(
             await self.astream_complete(request.question, formatted=True, contexts=request.contexts)
         )
@@ -498,7 +500,7 @@ class MACLLM(CustomLLM, FilteringComponent, NodeReader):
             warn_of_empty_bank("MACLLM answers from the retrieved texts alone", self.engine.snapshot)
         return request
 
-    # -- structured output and tools, which are for checkpoints that follow instructions --
+    # -- structured output and tools, only for checkpoints that follow instructions --
 
     def structured_predict(self, *args: Any, **kwargs: Any) -> Any:
         """As LlamaIndex's; InstructionError for structured output of a checkpoint that follows no instructions."""
@@ -543,36 +545,36 @@ class MACLLM(CustomLLM, FilteringComponent, NodeReader):
         return await super().apredict_and_call(*args, **kwargs)
 
 
-def _asked(request: Request) -> dict[str, Any]:
+def _chat_arguments(request: Request) -> dict[str, Any]:
     return {"question": request.question or None, "contexts": request.contexts}
 
 
 def refuse_structure() -> NoReturn:
-    """Raises the error for structured output and tools, which are for checkpoints that follow instructions."""
+    """Raises the error for structured output and tools, which need a checkpoint that follows instructions."""
     raise InstructionError(
         "MACLLM answers in plain text and supports neither structured output nor tools; "
-        "give those steps another LLM (llm=...), or MACLLM a checkpoint whose prompt format is chat"
+        "give those steps another LLM (llm=...), or give MACLLM a checkpoint whose prompt format is chat"
     )
 
 
-# LlamaIndex hands the text of a prediction on and nothing else. Who sets a list here finds the answers in it.
-_noted: ContextVar[list[Answer] | None] = ContextVar("answers", default=None)
+# LlamaIndex passes on only the text of a prediction. The whole answers are collected in this list.
+_answers: ContextVar[list[Answer] | None] = ContextVar("answers", default=None)
 
 
 @contextmanager
 def noting() -> Iterator[list[Answer]]:
-    """A context in which every answer of a `MACLLM` is put into a list, also one from another thread."""
+    """Yields a list that collects every answer of a `MACLLM` within the block, also from other threads."""
     answers: list[Answer] = []
-    token = _noted.set(answers)
+    token = _answers.set(answers)
     try:
         yield answers
     finally:
-        _noted.reset(token)
+        _answers.reset(token)
 
 
 def note(answer: Answer) -> None:
-    """Puts an answer into the list of the innermost `noting`, if there is one."""
-    answers = _noted.get()
+    """Appends an answer to the list of the innermost `noting`, if there is one."""
+    answers = _answers.get()
     if answers is not None:
         answers.append(answer)
 
@@ -601,5 +603,5 @@ def chat_response(text: str, delta: str | None = None, raw: dict[str, Any] | Non
 
 
 def raw_of(answer: Answer) -> dict[str, Any] | None:
-    """What else is known of an answer, for `raw` of LlamaIndex's responses; None for nothing."""
+    """Confidence, guess and sources of an answer, for `raw` of LlamaIndex's responses; None if there are none."""
     return details_of(answer) or None

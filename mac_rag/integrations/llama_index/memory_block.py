@@ -21,19 +21,21 @@ from mac_rag.integrations.framework import in_thread
 from mac_rag.integrations.llama_index.retriever import kept_text
 from mac_rag.memory.interface import BankContents
 
-# Roles whose messages say something of the world; the others are instructions, and calls of tools.
+# Roles whose messages are remembered; the others are instructions, and calls and results of tools.
 _REMEMBERED = (MessageRole.USER, MessageRole.ASSISTANT)
 
 
 class MACMemoryBlock(BaseMemoryBlock[str]):
-    """A block of LlamaIndex's `Memory` that remembers what a conversation has flushed, and recalls what is attended to.
+    """A block of LlamaIndex's `Memory` that remembers old messages of a conversation, and recalls relevant ones.
 
-    Each message of user and assistant becomes a document of the engine's bank, dated by the moment it comes. The block
-    recalls those to which the latest message of the user pays most attention, in the order in which they were said,
-    within `token_limit`. A session sees its own messages alone: those of others have exactly zero influence.
+    Each message of user and assistant that LlamaIndex flushes to the block becomes a document of the engine's bank,
+    with the present time as its date. The block recalls the messages to which the user's latest message pays most
+    attention, in their original order, within `token_limit`. A session sees only its own messages: those of other
+    sessions have exactly zero influence.
 
-    The bank must keep texts (`MemoryBank(keep_texts=True)`, or `mac-rag adapt --keep-texts`), because a memory gives no
-    texts back. What the bank holds beside conversations is not recalled; `MACLLM` and `MACNodePostprocessor` read it.
+    The bank must keep texts (`MemoryBank(keep_texts=True)`, or `mac-rag adapt --keep-texts`), because texts cannot be
+    restored from memory tokens. Other documents of the bank are not recalled; `MACLLM` and `MACNodePostprocessor` read
+    them.
 
     Thread-safe.
 
@@ -44,16 +46,16 @@ class MACMemoryBlock(BaseMemoryBlock[str]):
         >>> from mac_rag.model import MACModel
         >>> model = MACModel.from_pretrained("mac-tiny")
         >>> block = MACMemoryBlock(MACEngine(model, MemoryBank(model.fingerprint, keep_texts=True)), token_limit=16)
-        >>> said = [ChatMessage("A storm has hit Wunville."), ChatMessage("Irene Searkwell struck the first goal.")]
-        >>> asyncio.run(block.aput(said, session_id="anna"))
+        >>> messages = [ChatMessage("A storm has hit Wunville."), ChatMessage("Irene Searkwell struck the first goal.")]
+        >>> asyncio.run(block.aput(messages, session_id="anna"))
         >>> asyncio.run(block.aget([ChatMessage("Which town did the storm hit?")], session_id="anna"))
         'user: A storm has hit Wunville.'
 
     Args:
         engine: the engine; its bank must be writable.
-        token_limit: largest number of tokens of what is recalled, by LlamaIndex's tokenizer unless another is given.
+        token_limit: most tokens to recall.
         name, description, priority, accept_short_term_memory: as all blocks have them.
-        tokenizer: from a text to its tokens, of which the number counts.
+        tokenizer: maps a text to its tokens, to count them; None for LlamaIndex's tokenizer.
 
     Raises:
         ConfigError: for a bank that keeps no texts.
@@ -84,7 +86,7 @@ class MACMemoryBlock(BaseMemoryBlock[str]):
         )
         if not engine.bank.keep_texts:
             raise ConfigError(
-                "MACMemoryBlock recalls what was said as text, but the engine's bank keeps no texts; give the engine "
+                "MACMemoryBlock recalls messages as text, but the engine's bank keeps no texts; give the engine "
                 "MemoryBank(model.fingerprint, keep_texts=True)"
             )
         self._engine = engine
@@ -100,7 +102,7 @@ class MACMemoryBlock(BaseMemoryBlock[str]):
         return self._engine
 
     async def _aput(self, messages: list[ChatMessage]) -> None:
-        """Adapts the bank to messages; those of tools and systems, and those without text, are left out."""
+        """Adapts the bank to messages, except those of tools and systems, and those without text."""
         now = time.time_ns()
         date = datetime.fromtimestamp(now // 10**9, UTC).isoformat()
         documents = []
@@ -116,13 +118,13 @@ class MACMemoryBlock(BaseMemoryBlock[str]):
     async def _aget(
         self, messages: list[ChatMessage] | None = None, session_id: str | None = None, **block_kwargs: Any
     ) -> str:
-        """What was said and matters to the latest message of the user, a line for each message; may be empty."""
-        said = ((message.content or "").strip() for message in messages or () if message.role == MessageRole.USER)
-        asked = [text for text in said if text]
-        return await in_thread(self._recall, asked[-1], _Session(session_id)) if asked else ""
+        """Earlier messages that are relevant to the user's latest message, one line for each; may be empty."""
+        texts = ((message.content or "").strip() for message in messages or () if message.role == MessageRole.USER)
+        questions = [text for text in texts if text]
+        return await in_thread(self._recall, questions[-1], _Session(session_id)) if questions else ""
 
     async def atruncate(self, content: str, tokens_to_truncate: int) -> str | None:
-        """Leaves out the oldest messages until so many tokens less are left; None if all must go."""
+        """Drops the oldest messages until at least so many tokens are saved; None if no message is left."""
         lines = content.split("\n")
         room = len(self._tokenizer(content)) - tokens_to_truncate
         while lines and len(self._tokenizer("\n".join(lines))) > room:
@@ -130,22 +132,22 @@ class MACMemoryBlock(BaseMemoryBlock[str]):
         return "\n".join(lines) or None
 
     def said_in(self, session_id: str | None) -> Container[str]:
-        """The documents of one session, for `allowed` of the engine: answers then rest on what was said in it alone."""
+        """The documents of one session. As the engine's `allowed`, they restrict answers to this session's messages."""
         return _Session(session_id)
 
     def forget(self, session_id: str | None) -> int:
-        """Forgets all that was said in a session; returns the number of messages."""
+        """Forgets all messages of a session; returns their number."""
         session = _Session(session_id)
-        said = [name for name in self._engine.snapshot.document_ids if name in session]
-        for name in said:
+        names = [name for name in self._engine.snapshot.document_ids if name in session]
+        for name in names:
             self._engine.forget(name)
-        return len(said)
+        return len(names)
 
     def _recall(self, question: str, session: _Session) -> str:
         bank = self._engine.snapshot
         if not any(name in session for name in bank.document_ids):
             return ""
-        # A message beyond the model's limit is several questions.
+        # A message that exceeds the model's limit is split into several questions.
         parts = self._engine.model.input_encoder.split(question)
         ids, mass = self._engine.document_attention(parts, session)
         chosen: dict[str, str] = {}
@@ -161,7 +163,7 @@ class MACMemoryBlock(BaseMemoryBlock[str]):
 
 
 def _line(bank: BankContents, document_id: str) -> str:
-    """A message as a line: who said it, and what."""
+    """A message as one line: its role and its text."""
     member, text = kept_text(bank, document_id)
     return f"{member.metadata['role']}: {' '.join(text.split())}"
 
@@ -175,7 +177,7 @@ class _Session(Container[str]):
     def __contains__(self, document_id: object) -> bool:
         return isinstance(document_id, str) and document_id.startswith(self.prefix)
 
-    # Questions of one session that come at once share a batch.
+    # Equality lets simultaneous questions of one session share a batch.
     def __eq__(self, other: object) -> bool:
         return isinstance(other, _Session) and self.prefix == other.prefix
 

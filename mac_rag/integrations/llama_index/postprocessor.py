@@ -43,13 +43,13 @@ class MACNodePostprocessor(FilteringComponent, BaseNodePostprocessor):
     - `rerank` orders nodes by reciprocal-rank fusion: the score of a node becomes `fusion_weight / (60 + rank by mass)
       + (1 - fusion_weight) / (60 + rank by the retriever)`. Equal nodes share a rank and keep their order. A node that
       is not in the bank gets no first term, and a node that the retriever missed gets no second term. The retriever's
-      ranks follow its scores if all nodes have one, else the order of the nodes.
+      ranks follow its scores if all nodes have one, otherwise the order of the nodes.
     - `annotate` keeps order and scores.
     - `expand` takes the `expand_to` documents with the most attention and appends the nodes of those that the
       retriever missed, by descending mass, which is their score. These nodes have `mac_found_by: "memory"`. To rerank
-      them as well, put a postprocessor with mode `rerank` behind this one.
+      them as well, put a postprocessor with mode `rerank` after this one.
 
-    As long as the bank is empty, nodes pass unchanged, the first `top_n` of them, and a warning is logged once.
+    If the bank is empty, the first `top_n` nodes pass unchanged, and a warning is logged once.
 
     Thread-safe.
 
@@ -73,13 +73,14 @@ class MACNodePostprocessor(FilteringComponent, BaseNodePostprocessor):
         expand_to: number of documents in `expand`, at least 1.
         source: index or docstore in which `expand` finds nodes by the id of their document.
         filed_by: which document of the bank a node belongs to, as set in the `MemoryWriter`; see `document_id`.
-        filters: documents that may have any influence through the bank; give the retriever the same filters.
-        as_of: the moment of the question, as `MACEngine.answer` takes it: later documents of the bank have no influence
-            through it, and count as not held.
+        filters: filters for the documents that may have any influence through the bank; give the retriever the same
+            filters.
+        as_of: the moment of the question, as `MACEngine.answer` takes it: later documents of the bank have no
+            influence, and are treated as not in the bank.
         callback_manager: LlamaIndex's callback manager.
 
     Raises:
-        ConfigError: for `expand` without a source, or a source without `expand`.
+        ConfigError: for `expand` without a source, and for a source in another mode.
     """
 
     mode: Literal["rerank", "annotate", "expand"] = "rerank"
@@ -116,7 +117,7 @@ class MACNodePostprocessor(FilteringComponent, BaseNodePostprocessor):
         if (mode == "expand") != (source is not None):
             raise ConfigError(
                 f"mode {mode!r} {'needs a' if source is None else 'takes no'} source; give source=index with "
-                "mode='expand', which finds nodes there, and with no other mode"
+                "mode='expand' (which finds nodes there), and leave it out with any other mode"
             )
         self._engine = engine
         self._source = source
@@ -128,11 +129,11 @@ class MACNodePostprocessor(FilteringComponent, BaseNodePostprocessor):
     def _postprocess_nodes(
         self, nodes: list[NodeWithScore], query_bundle: QueryBundle | None = None
     ) -> list[NodeWithScore]:
-        """Processes nodes as the class says.
+        """Processes nodes as described for the class.
 
         Raises:
-            MACError: when there is no question.
-            FingerprintError: when another model wrote the bank.
+            MACError: if there is no question.
+            FingerprintError: if another model wrote the bank.
             ConfigError: for a source in which nodes cannot be found.
         """
         if query_bundle is None:
@@ -147,9 +148,9 @@ class MACNodePostprocessor(FilteringComponent, BaseNodePostprocessor):
         is_foreign = nodes and not any(document_id(scored.node, self.filed_by) in bank for scored in nodes)
         if is_foreign and first_time("foreign nodes"):
             logger.warning(
-                "the memory bank holds none of the %d nodes that were retrieved: filed_by is not that of the "
+                "the memory bank holds none of the %d nodes that were retrieved: filed_by differs from that of the "
                 "MemoryWriter, or documents are missing from the bank; MemoryWriter.from_index(index, engine) adds "
-                "them (this is said once)",
+                "them (shown once)",
                 len(nodes),
             )
         model_name = self.class_name()
@@ -181,7 +182,7 @@ class MACNodePostprocessor(FilteringComponent, BaseNodePostprocessor):
         return await in_thread(self._postprocess_nodes, nodes, query_bundle)
 
     def _masses(self, question: str) -> dict[str, float]:
-        """Attention mass by document id, of documents that pass the filters and count by then."""
+        """Document id -> attention mass, for the documents that pass the filters and count at `as_of`."""
         if not self.remembers:
             return {}
         ids, mass = self.engine.document_attention([question], self.allowed, as_of=self.as_of)

@@ -35,7 +35,7 @@ class MACRetriever(BaseRetriever):
 
     Each node is a whole document: node id, source id and metadata are the document's. An engine's memory ranks
     documents by the attention that the question pays to each, which is the node's score; the scores of all documents
-    sum to 1. Their texts are those that the bank keeps, or come from `source`, whose nodes are returned as they are.
+    sum to 1. The texts come from the bank if it keeps texts, or from `source`, whose nodes are returned unchanged.
 
     Examples:
         >>> from mac_rag import Document
@@ -61,14 +61,14 @@ class MACRetriever(BaseRetriever):
             the engine.
         similarity_top_k: number of nodes per question.
         allowed: ids of the documents that may be found, evaluated for every question; None for all.
-        source: index or docstore that holds the texts of an engine's documents; None where its bank keeps them.
-        as_of: with an engine, the moment of the question: later documents are not found, and have no influence.
+        source: index or docstore that holds the texts of an engine's documents; None if the engine's bank keeps them.
+        as_of: the moment of the question, for an engine: later documents are not found, and have no influence.
         filed_by: with a source, which document of the bank a node belongs to, as set in the `MemoryWriter`.
         callback_manager: LlamaIndex's callback manager.
 
     Raises:
-        ConfigError: when `similarity_top_k` is below 1; for an engine whose bank keeps no texts, without a source; and
-            for a source or a moment without an engine.
+        ConfigError: if `similarity_top_k` is below 1; for an engine whose bank keeps no texts, without a source; for
+            `source` or `as_of` without an engine.
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class MACRetriever(BaseRetriever):
                     "MemoryBank(model.fingerprint, keep_texts=True)"
                 )
         elif source is not None or as_of is not None:
-            raise ConfigError("source and as_of are of a memory bank, and this is a retriever; leave them out")
+            raise ConfigError("source and as_of are for an engine, and this is a retriever; leave them out")
         self._source = source
         self._filed_by = filed_by
         self.as_of = as_of
@@ -111,12 +111,12 @@ class MACRetriever(BaseRetriever):
         return await in_thread(self._retrieve, query_bundle)
 
     def _remembered(self, engine: MACEngine, question: str) -> list[NodeWithScore]:
-        """The documents with the most attention; none from an empty bank, of which a warning says once that it is."""
+        """The documents with the most attention. An empty bank has none; a warning says so once."""
         if not len(engine.snapshot):
             warn_of_empty_bank("MACRetriever finds nothing", engine.snapshot)
             return []
-        found = engine.sources(question, most=self.similarity_top_k, allowed=self.allowed, as_of=self.as_of)
-        return [scored for document in found for scored in source_nodes(document, self._source, self._filed_by)]
+        sources = engine.sources(question, most=self.similarity_top_k, allowed=self.allowed, as_of=self.as_of)
+        return [scored for source in sources for scored in source_nodes(source, self._source, self._filed_by)]
 
 
 def nodes_of(document_id: str, source: BaseIndex[Any] | BaseDocumentStore, filed_by: FiledBy) -> list[BaseNode]:
@@ -124,7 +124,7 @@ def nodes_of(document_id: str, source: BaseIndex[Any] | BaseDocumentStore, filed
 
     Args:
         document_id: id of the document in the bank.
-        source: a docstore; or an index with a docstore, or with a vector store that stores texts.
+        source: a docstore, or an index with a docstore or with a vector store that stores texts.
         filed_by: how ids of nodes and of the bank correspond; see `mac_rag.retrieval.llama_index.document_id`.
 
     Raises:
@@ -139,7 +139,7 @@ def nodes_of(document_id: str, source: BaseIndex[Any] | BaseDocumentStore, filed
             nodes = _in_vector_store(document_id, store, filed_by)
     if not nodes:
         logger.warning(
-            "document %r is in the memory bank, but %s has no node of it", document_id, type(source).__name__
+            "document %r is in the memory bank, but %s has no nodes of it", document_id, type(source).__name__
         )
     return nodes
 
@@ -155,7 +155,7 @@ def source_nodes(
         filed_by: as `nodes_of` takes it.
 
     Returns:
-        Its nodes; if there are none, one with the text that the bank keeps; if there is none either, nothing.
+        Its nodes. If there are none: one node with the text that the bank keeps, or nothing if it keeps none.
 
     Raises:
         ConfigError: as `nodes_of`.
@@ -188,8 +188,8 @@ def _in_vector_store(document_id: str, store: Any, filed_by: FiledBy) -> list[Ba
         return list(store.get_nodes(node_ids=None, filters=by_source))
     except NotImplementedError:
         raise ConfigError(
-            f"{type(store).__name__} does not give its nodes out by their documents, and the index has no docstore; "
-            "build the index with store_nodes_override=True"
+            f"{type(store).__name__} cannot return the nodes of a document, and the index has no docstore; build the "
+            "index with store_nodes_override=True"
         ) from None
 
 
@@ -197,7 +197,7 @@ def kept_text(bank: BankContents, document_id: str) -> tuple[Member, str]:
     """A document of a bank that keeps texts, and its text.
 
     Raises:
-        BankError: when the bank has lost the text, or does not hold the document.
+        BankError: if the bank has lost the text, or does not hold the document.
     """
     entry = bank[document_id]
     place = entry.place(document_id)

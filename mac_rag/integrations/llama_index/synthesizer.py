@@ -1,4 +1,4 @@
-"""MACSynthesizer: all nodes in one prompt, each as a document of its own."""
+"""MACSynthesizer: all nodes in one prompt, each as a separate document."""
 
 from __future__ import annotations
 
@@ -38,7 +38,15 @@ dispatcher = get_dispatcher(__name__)
 
 @dataclass
 class _Synthesis:
-    """A synthesis in progress: its prompt and nodes, whether there were none, the answer and the response."""
+    """A synthesis in progress.
+
+    Attributes:
+        prompt: question and nodes as the LM reads them.
+        source_nodes: the nodes that were given.
+        from_memory: True if there were no nodes, so that the answer comes from memory alone.
+        answers: the answer, once it is known.
+        response: the response, once it is made.
+    """
 
     prompt: FittedPrompt
     source_nodes: list[NodeWithScore]
@@ -50,20 +58,20 @@ class _Synthesis:
 class MACSynthesizer(BaseSynthesizer):
     """Answers from all nodes at once, as the model was trained to: `LM(d1 + ... + dk + x; phi*)` in one pass.
 
-    Other synthesizers join the nodes to one text, or ask about one node after the other. Here each node is a document
-    `d` of its own, in the order of the nodes, with the metadata that the `MACLLM` reads. If the nodes do not
-    fit into the window, the last ones are cut or left out (see `MACLLM.fit_to_window`), and the response has the
-    metadata `mac_truncated: True` (False otherwise). Its source nodes stay whole. Without nodes, it answers from memory
+    Other synthesizers join the nodes to one text, or ask about one node after the other. Here each node is a separate
+    document `d`, in the order of the nodes, with the metadata that the `MACLLM` reads. If the nodes exceed the window,
+    the last ones are truncated or left out (see `MACLLM.fit_to_window`), and the response has the metadata
+    `mac_truncated: True` (False otherwise). Its source nodes are not truncated. Without nodes, it answers from memory
     alone; if there is no memory either, it does what LlamaIndex's own synthesizers do.
 
     The source nodes of an answer from memory alone are those of the documents that it rests on, with their shares of
     the attention as scores: the nodes in `source`, or else one node with the text that the bank keeps. The metadata
-    `mac_sources` tell their ids, dates and sentences, also of documents whose text nobody knows.
-    Where the engine's `attention` does not tell single documents apart, there are none.
+    `mac_sources` holds the ids, dates and sentences of these documents, also of those whose text is not available. If
+    the engine's `attention` does not tell single documents apart, there are no source nodes.
 
         index.as_query_engine(llm=llm, response_synthesizer=MACSynthesizer(llm))
 
-    With `min_confidence` of the LLM, `mac_confidence` and `mac_guess` are among the metadata.
+    If the LLM has a `min_confidence`, the metadata also hold `mac_confidence` and `mac_guess`.
 
     Examples:
         >>> from llama_index.core.schema import TextNode
@@ -77,14 +85,13 @@ class MACSynthesizer(BaseSynthesizer):
     Args:
         llm: the `MACLLM` that answers; None for `Settings.llm`.
         streaming: True to yield the answer piece by piece.
-        sources: largest number of documents that an answer from memory alone names; 0 for none, which saves a pass over
-            the bank.
+        sources: most documents that an answer from memory alone names; 0 for none, which saves a pass over the bank.
         source: index or docstore in which nodes are found by the id of their document; None for none.
         filed_by: which document of the bank a node belongs to, as set in the `MemoryWriter`; see `document_id`.
         callback_manager: LlamaIndex's callback manager.
 
     Raises:
-        ConfigError: when the LLM is no `MACLLM`.
+        ConfigError: if the LLM is no `MACLLM`.
     """
 
     def __init__(
@@ -115,10 +122,11 @@ class MACSynthesizer(BaseSynthesizer):
         """Does nothing: the wording of a prompt is part of the model."""
 
     def get_response(self, query_str: str, text_chunks: Sequence[str], **response_kwargs: Any) -> RESPONSE_TEXT_TYPE:
-        """Answers a question from texts, each a document of its own.
+        """Answers a question from texts, each a separate document.
 
         Raises:
-            BankError, DocumentError, FingerprintError: as `MACLLM.complete`, but not for documents that do not fit.
+            BankError, DocumentError, FingerprintError: as `MACLLM.complete`, but not for documents that exceed the
+                window.
         """
         return self._answer(self._mac.fit_to_window(query_str, text_chunks))
 
@@ -178,7 +186,7 @@ class MACSynthesizer(BaseSynthesizer):
     def _synthesis(
         self, query: QueryType, nodes: Sequence[NodeWithScore], additional: Sequence[NodeWithScore] | None
     ) -> Iterator[_Synthesis]:
-        """Announces a synthesis and its response as LlamaIndex's own synthesizers do; the caller sets the response."""
+        """Fires the events of a synthesis as LlamaIndex's own synthesizers do; the caller sets the response."""
         dispatcher.event(SynthesizeStartEvent(query=query))
         query = QueryBundle(query) if isinstance(query, str) else query
         payload: dict[str, Any] = {EventPayload.QUERY_STR: query.query_str}
@@ -191,9 +199,9 @@ class MACSynthesizer(BaseSynthesizer):
         dispatcher.event(SynthesizeEndEvent(query=query, response=work.response))
 
     def _sources(self, work: _Synthesis, answer: RESPONSE_TEXT_TYPE) -> tuple[Source, ...]:
-        """What an answer from memory alone rests on; without sentences for one that comes piece by piece."""
-        tells = self._mac.engine.attention.strategy != "hierarchical"  # single documents apart
-        if not (self._most_sources and work.from_memory and tells):
+        """The sources of an answer from memory alone; without sentences for a streamed answer."""
+        tells_documents_apart = self._mac.engine.attention.strategy != "hierarchical"
+        if not (self._most_sources and work.from_memory and tells_documents_apart):
             return ()
         llm = self._mac
         return llm.engine.sources(
@@ -221,7 +229,7 @@ class MACSynthesizer(BaseSynthesizer):
 
 
 def _said(work: _Synthesis, answer: RESPONSE_TEXT_TYPE) -> str | None:
-    """What the LM said; None for an answer that comes piece by piece."""
+    """The LM's own answer; None for a streamed answer."""
     if work.answers:
         return work.answers[0].said
     return answer if isinstance(answer, str) else None

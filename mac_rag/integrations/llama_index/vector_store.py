@@ -1,4 +1,4 @@
-"""MACVectorStore: a document that is deleted from the vector store is deleted from the memory bank as well."""
+"""MACVectorStore: deletes documents from a vector store and from the memory bank together."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ class MACVectorStore(EngineComponent, BasePydanticVectorStore):
 
     All of LlamaIndex's ways to delete a document (`index.delete_ref_doc`, `update_ref_doc`, `refresh_ref_docs`,
     pipelines with a docstore strategy, sync and async) call `delete(ref_doc_id)` of the vector store. Here the engine
-    first forgets the document, in its bank and its retriever, and then the vector store deletes it. So a failure in
-    between leaves no influence of the document, and a second delete completes the first. A `MemoryWriter` among the
-    transformations writes documents to the bank; `add` does not. Everything else is passed on to the vector store. If
-    it finds something while the bank is empty, a warning is logged once: the bank is not filled yet, or lost.
+    first forgets the document, in its bank and its retriever, and then the vector store deletes it. So the document has
+    no influence even if a failure comes in between, and a second delete completes the first. A `MemoryWriter` among
+    the transformations writes documents to the bank; `add` does not. All other calls go to the vector store. If it
+    finds documents while the bank is empty, a warning is logged once: the bank is not filled yet, or lost.
 
     Examples:
         >>> from llama_index.core import Document, MockEmbedding, StorageContext, VectorStoreIndex
@@ -85,8 +85,8 @@ class MACVectorStore(EngineComponent, BasePydanticVectorStore):
         """Deletes a document from the bank and the vector store.
 
         Raises:
-            BankError: when the bank is not open for writing.
-            ConfigError: with `filed_by="node"`, when the vector store cannot find the nodes of a document.
+            BankError: if the bank is not open for writing.
+            ConfigError: with `filed_by="node"`, if the vector store cannot find the nodes of a document.
         """
         self._forget(self._bank_ids(ref_doc_id))
         self._store.delete(ref_doc_id, **delete_kwargs)
@@ -148,7 +148,7 @@ class MACVectorStore(EngineComponent, BasePydanticVectorStore):
 
     def _forget(self, document_ids: Sequence[str]) -> None:
         for document_id in document_ids:
-            # A document that was merged with another is already deleted together with it.
+            # A document that was merged with an earlier one is already deleted.
             if document_id in self.engine.bank:
                 self.engine.forget(document_id)
 
@@ -169,13 +169,13 @@ class MACVectorStore(EngineComponent, BasePydanticVectorStore):
         return await self._store.async_add(nodes, **kwargs)
 
     def query(self, query: VectorStoreQuery, **kwargs: Any) -> VectorStoreQueryResult:
-        return self._noted(self._store.query(query, **kwargs))
+        return self._checked(self._store.query(query, **kwargs))
 
     async def aquery(self, query: VectorStoreQuery, **kwargs: Any) -> VectorStoreQueryResult:
-        return self._noted(await self._store.aquery(query, **kwargs))
+        return self._checked(await self._store.aquery(query, **kwargs))
 
-    def _noted(self, result: VectorStoreQueryResult) -> VectorStoreQueryResult:
-        """Warns once if the vector store finds something and the bank is empty."""
+    def _checked(self, result: VectorStoreQueryResult) -> VectorStoreQueryResult:
+        """Returns the result; warns once if it holds documents and the bank is empty."""
         bank = self.engine.snapshot
         if (result.ids or result.nodes) and not len(bank):
             warn_of_empty_bank("the vector store of a MACVectorStore holds documents, but not the bank", bank)

@@ -28,15 +28,15 @@ class MemoryWriter(EngineComponent, TransformComponent):
     """Adapts the engine's bank to the nodes of an `IngestionPipeline` and returns them unchanged.
 
     A node costs one pass of the amortization network if it is new or its text has changed, and nothing otherwise. The
-    bank gets its text without metadata headers, and its metadata as provenance. Put the writer in front of any
-    splitter: the engine itself splits a document that is longer than the model's limit.
+    bank gets its text without metadata headers, and its metadata as provenance. Put the writer before any splitter:
+    the engine itself splits a document that is longer than the model's limit.
 
     A writer only adds and updates documents. With a `MACVectorStore` as the vector store of the pipeline or index,
-    documents that are deleted there are deleted from the bank as well. Pipelines with `num_workers` are refused,
-    because each worker would fill its own bank.
+    documents that are deleted there are also deleted from the bank. Pipelines with `num_workers` are refused, because
+    each worker would fill its own bank.
 
-    A pipeline's docstore keeps known documents from the writer, so it would never fill a bank that is lost. A writer
-    whose bank is empty beside a docstore with documents says so; `from_index` fills the bank.
+    A pipeline with a docstore does not pass known documents to the writer, so it would never refill a lost bank. If the
+    bank is empty and the docstore is not, the writer raises an error; `from_index` fills the bank.
 
     Examples:
         >>> from llama_index.core import Document
@@ -66,17 +66,17 @@ class MemoryWriter(EngineComponent, TransformComponent):
     @classmethod
     def from_index(
         cls,
-        index: Source,
+        index: NodeSource,
         engine: MACEngine | None = None,
         *,
         filed_by: FiledBy = "source",
         show_progress: bool = False,
     ) -> Self:
-        """Fills a bank from what an application has indexed already, and returns a writer for what will come.
+        """Fills a bank from the documents of an existing index, and returns a writer for new documents.
 
         Documents that the bank holds with the same text and metadata cost nothing, and no document is deleted. A bank
-        on disk is committed every few hundred documents, so after an interruption the same call resumes. Nodes without
-        text are left out, with a warning.
+        on disk is committed every few hundred documents, so after an interruption the same call resumes. Documents
+        without text are left out, with a warning.
 
         Examples:
             >>> from llama_index.core import Document, MockEmbedding, VectorStoreIndex
@@ -89,13 +89,13 @@ class MemoryWriter(EngineComponent, TransformComponent):
         Args:
             index: an index, a docstore, a vector store that stores texts, or a Chroma collection.
             engine: the engine whose bank to fill; None for a new one with the default model.
-            filed_by: `source` to put the nodes of a document together again and file it under its id; `node` to file
-                each node under its own id. See `document_id`.
+            filed_by: `source` to join the nodes of a document again and file it under its id; `node` to file each node
+                under its own id. See `document_id`.
             show_progress: True to show a progress bar.
 
         Raises:
-            ConfigError: for an index whose vector store does not give its nodes out.
-            FingerprintError: when another model wrote the bank.
+            ConfigError: for an index whose vector store cannot list its nodes.
+            FingerprintError: if another model wrote the bank.
         """
         writer = cls(MACEngine() if engine is None else engine, filed_by=filed_by, show_progress=show_progress)
         writer.engine.adapt(documents_in(index, filed_by), progress=show_progress)
@@ -105,9 +105,9 @@ class MemoryWriter(EngineComponent, TransformComponent):
     def class_name(cls) -> str:
         return "MACMemoryWriter"
 
-    # The pipeline's cache skips a step if it has seen its fields and nodes before. With these two fields it skips only
-    # if the same model has written the same nodes to this very bank and the bank has not changed since. A cache that
-    # outlives the bank would otherwise leave a new bank empty.
+    # The pipeline's cache skips a step if it has seen its fields and nodes before. With these two fields, it skips the
+    # writer only if the same model has written the same nodes to this very bank and the bank has not changed since.
+    # Otherwise a cache that outlives the bank would leave a new bank empty.
 
     @computed_field  # type: ignore[prop-decorator]
     @property
@@ -118,16 +118,16 @@ class MemoryWriter(EngineComponent, TransformComponent):
     @computed_field  # type: ignore[prop-decorator]
     @property
     def bank_state(self) -> str:
-        """Name and version of the bank; unique beyond this process."""
+        """Name and version of the bank; unique across processes."""
         return bank_state(self.engine.bank)
 
     def __call__(self, nodes: Sequence[BaseNode], **kwargs: Any) -> Sequence[BaseNode]:
         """Adapts the bank and returns `nodes`.
 
         Raises:
-            BankError: when two nodes belong to one document of the bank; when the bank is lost.
+            BankError: if two nodes belong to one document of the bank; if the bank is empty and the docstore is not.
             DocumentError: for a node without text.
-            FingerprintError: when another model wrote the bank.
+            FingerprintError: if another model wrote the bank.
         """
         documents = self._documents(nodes)
         self._check_docstore(documents)
@@ -139,21 +139,21 @@ class MemoryWriter(EngineComponent, TransformComponent):
         return await in_thread(self, nodes, **kwargs)
 
     def _documents(self, nodes: Sequence[BaseNode]) -> list[Document]:
-        """The documents of the bank that these nodes are."""
+        """The nodes as documents for the bank."""
         documents: dict[str, Document] = {}
         for node in nodes:
             bank_id = document_id(node, self.filed_by)
             if bank_id in documents:
                 raise BankError(
-                    f"two nodes belong to document {bank_id!r}, which the bank files as one; put MemoryWriter in front "
-                    "of the splitter, or file each node under an id of its own with filed_by='node'"
+                    f"two nodes belong to document {bank_id!r}, which the bank files as one; put MemoryWriter before "
+                    "the splitter, or file each node under its own id with filed_by='node'"
                 )
             text = node.get_content(metadata_mode=MetadataMode.NONE)
             documents[bank_id] = Document(bank_id, text, dict(node.metadata))
         return list(documents.values())
 
     def _check_docstore(self, documents: Sequence[Document]) -> None:
-        """Checks that a pipeline's docstore does not keep documents from an empty bank."""
+        """Checks that no docstore of a pipeline withholds documents from an empty bank."""
         docstore = running_docstore()
         if docstore is None or len(self.engine.bank):
             return
@@ -161,26 +161,26 @@ class MemoryWriter(EngineComponent, TransformComponent):
         if known:
             raise BankError(
                 f"the pipeline's docstore knows {len(known)} documents, such as {min(known)!r}, and the memory bank is "
-                "empty: it is not filled yet, or lost, and the docstore keeps these documents from it; fill it by "
-                "MemoryWriter.from_index(source, engine), where source is the docstore or the index, then run the "
+                "empty: it is not filled yet, or lost, and the pipeline does not pass these documents to it; fill it "
+                "by MemoryWriter.from_index(source, engine), where source is the docstore or the index, then run the "
                 "pipeline again"
             )
 
 
-Source: TypeAlias = Any  # BaseIndex, BaseDocumentStore, BasePydanticVectorStore, or a Collection of chromadb
+NodeSource: TypeAlias = Any  # BaseIndex, BaseDocumentStore, BasePydanticVectorStore, or a Collection of chromadb
 
 _PAGE = 1000  # records of a Chroma collection that are read at a time
 
 
-def documents_in(source: Source, filed_by: FiledBy) -> list[Document]:
+def documents_in(source: NodeSource, filed_by: FiledBy) -> list[Document]:
     """The documents of a source, in its order; logs a warning if some have no text.
 
     Args:
         source: an index, a docstore, a vector store that stores texts, or a Chroma collection.
-        filed_by: `source` to put the nodes of a document together again; `node` to make a document of each node.
+        filed_by: `source` to join the nodes of a document again; `node` to make a document of each node.
 
     Raises:
-        ConfigError: for a source of another kind, or one that does not give its nodes out.
+        ConfigError: for a source of another kind, or one that cannot list its nodes.
     """
     nodes: dict[str, list[BaseNode]] = {}
     for node in _nodes_in(source):
@@ -192,7 +192,7 @@ def documents_in(source: Source, filed_by: FiledBy) -> list[Document]:
     return [document for document in documents if document.text.strip()]
 
 
-def _nodes_in(source: Source) -> Iterable[BaseNode]:
+def _nodes_in(source: NodeSource) -> Iterable[BaseNode]:
     if isinstance(source, BaseDocumentStore):
         return source.docs.values()
     if isinstance(source, BasePydanticVectorStore):
@@ -202,8 +202,8 @@ def _nodes_in(source: Source) -> Iterable[BaseNode]:
     if type(source).__module__.partition(".")[0] == "chromadb" and hasattr(source, "get"):
         return _in_collection(source)
     raise ConfigError(
-        f"{type(source).__name__} is no source of documents; give an index, a docstore, a vector store of LlamaIndex, "
-        "or a Chroma collection"
+        f"{type(source).__name__} is not a source of documents; give an index, a docstore, a vector store of "
+        "LlamaIndex, or a Chroma collection"
     )
 
 
@@ -212,7 +212,7 @@ def _in_index(index: BaseIndex[Any]) -> Iterable[BaseNode]:
     listed = getattr(struct, "nodes_dict", None) or getattr(struct, "nodes", None)
     if isinstance(listed, dict):
         listed = list(listed.values())
-    # A docstore may serve several indexes; the structure of this one tells which nodes are its own.
+    # Several indexes may share a docstore; the index structure lists the nodes of this one.
     nodes = list(index.docstore.docs.values()) if not listed else index.docstore.get_nodes(listed, raise_error=False)
     store = getattr(index, "vector_store", None)
     if not nodes and store is not None and store.stores_text:
@@ -225,7 +225,7 @@ def _in_vector_store(store: BasePydanticVectorStore) -> list[BaseNode]:
         return store.get_nodes(node_ids=None, filters=None)
     except NotImplementedError:
         raise ConfigError(
-            f"{type(store).__name__} does not give its nodes out; give the docstore, or the index if it has one "
+            f"{type(store).__name__} cannot list its nodes; give the docstore, or the index if it has one "
             "(store_nodes_override=True)"
         ) from None
 
@@ -242,7 +242,7 @@ def _in_collection(collection: Any) -> Iterator[BaseNode]:
 
 
 def _text(nodes: list[BaseNode]) -> str:
-    """The text of a document from its nodes; where they overlap, it is not repeated."""
+    """The text of a document, joined from its nodes without repeating their overlaps."""
     if all(isinstance(node, TextNode) and node.start_char_idx is not None for node in nodes):
         nodes = sorted(nodes, key=lambda node: node.start_char_idx or 0)  # type: ignore[attr-defined]
     text, end = "", 0

@@ -9,10 +9,10 @@ const WAYS = [
 ];
 let model = "";
 let asking = null;
-let last = null; // id of the last document that is listed
+let last = null; // id of the last listed document
 let dates = [];
-let sentences = new Map(); // by id, the sentence that the last answer rests on
-let listing = 0; // number of the last listing that was begun; what an older one brings is for nothing
+let sentences = new Map(); // document id -> the sentence that the last answer rests on
+let listing = 0; // number of the newest listing; results of older ones are dropped
 
 const key = () => sessionStorage.getItem("key") || "";
 
@@ -47,7 +47,7 @@ function guarded(work) {
   };
 }
 
-// The parts of a text, those between the given starts and ends as marks. The server counts in code points.
+// Splits a text into parts, with marks between the given starts and ends. The server counts in code points.
 function marked(text, places) {
   const points = Array.from(text);
   const piece = (start, end) => points.slice(start, end).join("");
