@@ -257,7 +257,7 @@ class TestCommand:
             assert "choose a new folder for --into" in refusal(*command, same)
         (tmp_path / "files").mkdir()
         (tmp_path / "files" / "notes.txt").touch()
-        assert "other files and no memory bank" in refusal(*command, tmp_path / "files")
+        assert "other files, not a memory bank" in refusal(*command, tmp_path / "files")
         assert (
             run("adapt", notes, "--bank", tmp_path / "third", "--model", tiny_checkpoint, "--keep-texts").exit_code == 0
         )

@@ -40,7 +40,7 @@ def test_documents_are_read_over_gaps_and_ends_of_files(files: list[Path]) -> No
 def test_a_changed_document_is_noticed(files: list[Path]) -> None:
     group = Group.of(found(files)[3:6], [True] * 3)
     files[0].write_text(files[0].read_text().replace("Text 5", "Text 6"))
-    with pytest.raises(DataError, match=r"a\.jsonl, or a file behind it, has changed .* run the command again"):
+    with pytest.raises(DataError, match=r"a\.jsonl, or a file after it, has changed .* run the command again"):
         group.read(files)
 
 

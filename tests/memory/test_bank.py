@@ -44,7 +44,7 @@ def test_a_failed_addition_changes_nothing() -> None:
     cyclic["self"] = cyclic
     for second, message in (
         (Document("b", ""), "'b' occurs twice"),
-        (Document(3, ""), "texts, got 3"),  # type: ignore[arg-type]
+        (Document(3, ""), "id is 3; give a text"),  # type: ignore[arg-type]
         (Document("odd", "", {"thing": object()}), "'odd'.*JSON"),
         (Document("odd", "", {"thing": float("nan")}), "'odd'.*JSON"),
         (Document("odd", "", cyclic), "'odd'.*JSON"),

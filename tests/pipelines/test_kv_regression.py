@@ -259,5 +259,5 @@ def test_a_memory_in_the_prompt_is_read_as_the_document_is(slots: int) -> None:
 
 
 def test_a_memory_enters_the_prompt_where_its_encoders_end() -> None:
-    with pytest.raises(ConfigError, match="a prompt that enters behind as many layers as the encoders have"):
+    with pytest.raises(ConfigError, match="a prompt that enters after as many layers as the encoders have"):
         init_by_kv_regression(in_prompt(layers=1), DATA)
