@@ -170,7 +170,7 @@ def test_the_command_does_nothing_again_for_a_bank_that_holds_all(
 
 BAD = {
     "row": ('{"id": "x", "text": 1}', DataError, r"bad\.jsonl, row 602: 'text' must be a text, got 1"),
-    "empty": ('{"id": "x", "text": " "}', DocumentError, "document 'x': a text must not be empty"),
+    "empty": ('{"id": "x", "text": " "}', DataError, r"bad\.jsonl, row 602: 'text' is empty"),
     "twice": ('{"id": "d0", "text": "once more"}', BankError, "document id 'd0' occurs twice"),
     "lone surrogate": ('{"id": "x", "text": "\\ud83d"}', DocumentError, "document 'x': .*half of a surrogate pair"),
     "date": ('{"id": "x", "text": "A text.", "date": "03/04/2004"}', BankError, "document 'x': .*in several ways"),
