@@ -97,15 +97,19 @@ class PackMaker:
             documents = self._without(question, found)[:count]
             wanted = [question] if documents else []
         else:
-            documents = found[:count]
+            ranks = {document.id: rank for rank, document in enumerate(found, 1)}
+            # More documents rather than the right one in the place of a better hit: as in use, its score is what it is.
+            count = max(count, ranks.get(question.gold, count))
+            documents = found[: min(count, max(config.documents))]
             if all(document.id != question.gold for document in documents):
-                documents = [*documents[: count - 1], self._documents[question.gold]]
+                documents = [*documents[:-1], self._documents[question.gold]]
             wanted = [question]
         if not documents:  # nothing was found but what answers
             documents, wanted = [self._documents[question.gold]], [question]
         present = {document.id for document in documents}
         about = [q for document in documents for q in self._about[document.id] if q is not question]
         rng.shuffle(about)
+        about.sort(key=lambda q: self._found_for(q, present))
         vain = [q for document in found if document.id not in present for q in self._about[document.id]]
         vain = [q for q in vain if q is not question and not any(mentions(d.text, q.answers) for d in documents)]
         rng.shuffle(vain)
@@ -118,6 +122,15 @@ class PackMaker:
         answers = [q.answers[0] if q.gold in present else self._abstention for q in wanted]
         scores = self._retriever.scores([q.question for q in wanted], [document.id for document in documents])
         return Pack(documents, wanted, answers, scores)
+
+    def _found_for(self, question: Question, present: set[str]) -> int:
+        """How many of a pack's documents are also the best ones for this question.
+
+        Other documents score far below the right one, unless BM25 is wrong about that: from such questions an LM
+        would learn to trust the scores less than they deserve.
+        """
+        [hits] = self._retriever.retrieve([question.question], len(present))
+        return sum(hit.document_id in present for hit in hits)
 
     def best(self, question: Question, count: int) -> tuple[list[Document], list[float]]:
         """The best documents for a question, and their scores."""
