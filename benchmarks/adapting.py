@@ -43,7 +43,7 @@ def main(
     from eval.harness.streams import open_stream
     from mac_rag.engine import MACEngine
     from mac_rag.lm.minilm import minilm_folder
-    from mac_rag.memory import MemoryBank
+    from mac_rag.bank import MemoryBank
     from mac_rag.model import MACModel
     from mac_rag.retrieval.registry import make_retriever
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from mac_rag.memory import MemoryBank
+    from mac_rag.bank import MemoryBank
     from mac_rag.nn.aggregation import AggregationNetwork
     from mac_rag.nn.memory_tokens import MemoryTokens
 
@@ -129,7 +129,7 @@ def compared(sizes: Sizes, rounds: int, device: torch.device) -> tuple[float, fl
 
     from benchmarks import published
     from benchmarks.measure import medians
-    from mac_rag.memory.views.projection import ProjectedBank
+    from mac_rag.bank.projection import ProjectedBank
     from mac_rag.nn.memory_tokens import MemoryTokens
 
     network, question, bank = _inputs(sizes, device)
@@ -147,7 +147,7 @@ def measured(implementation: Implementation, sizes: Sizes, device: torch.device,
     """
     from benchmarks import published
     from benchmarks.measure import usage
-    from mac_rag.memory.views.projection import ProjectedBank
+    from mac_rag.bank.projection import ProjectedBank
     from mac_rag.nn.attention import direct_attention
     from mac_rag.nn.memory_tokens import MemoryTokens
 
@@ -168,7 +168,7 @@ def _inputs(sizes: Sizes, device: torch.device) -> tuple[AggregationNetwork, Mem
     import torch
 
     from mac_rag.data.types import Document
-    from mac_rag.memory import MemoryBank
+    from mac_rag.bank import MemoryBank
     from mac_rag.nn.aggregation import AggregationNetwork
     from mac_rag.nn.memory_tokens import MemoryTokens
 

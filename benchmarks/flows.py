@@ -29,7 +29,7 @@ def main(
 
     import mac_rag
     from mac_rag import Document, MACEngine
-    from mac_rag.memory.bank import MemoryBank
+    from mac_rag.bank.bank import MemoryBank
     from mac_rag.model import MACModel
     from mac_rag.retrieval import BM25Retriever
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from mac_rag.data.types import Document
-    from mac_rag.memory.bank import BankEntry, MemoryBank
+    from mac_rag.bank.bank import BankEntry, MemoryBank
 
 
 def main(
@@ -51,7 +51,7 @@ def main(
     from mac_rag.distributed.adapting import BulkAdapter
     from mac_rag.distributed.cluster import connected_ray
     from mac_rag.engine import MACEngine
-    from mac_rag.memory.bank import MemoryBank
+    from mac_rag.bank.bank import MemoryBank
     from mac_rag.model import MACModel
 
     stream, _ = open_stream(data, "test", min(documents, 2_000), 0, seed=seed, scale="tiny")

@@ -17,7 +17,7 @@ from mac_rag.cli.run import run_command
 from mac_rag.cli.terminal import say
 
 if TYPE_CHECKING:
-    from mac_rag.memory.rows import RowDtype
+    from mac_rag.bank.rows import RowDtype
 
 
 def main(
@@ -36,9 +36,9 @@ def main(
     from eval.harness.protocol import judge
     from eval.harness.streams import open_stream
     from mac_rag.engine import MACEngine
-    from mac_rag.memory import MemoryBank
-    from mac_rag.memory.rows import RowDtype
-    from mac_rag.memory.views.overview import put_with_overview
+    from mac_rag.bank import MemoryBank
+    from mac_rag.bank.rows import RowDtype
+    from mac_rag.bank.overview import put_with_overview
     from mac_rag.model import MACModel
 
     loaded = MACModel.from_pretrained(model, device="cpu")

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from mac_rag.memory import MemoryBank
+    from mac_rag.bank import MemoryBank
     from mac_rag.model import MACModel
 
 # Documents of a bank that are put at a time.
@@ -108,14 +108,14 @@ def _adapt(place: Path, count: int, model: str, data: str | None, rows: Any, see
 
 def _holds(place: Path, count: int) -> bool:
     """True if a bank is complete."""
-    from mac_rag.memory import MemoryBank
+    from mac_rag.bank import MemoryBank
 
     return MemoryBank.exists(place) and len(MemoryBank.open(place)) == count
 
 
 def _opened(place: Path, model: MACModel, rows: Any) -> MemoryBank:
     """A bank to go on with, or a new one."""
-    from mac_rag.memory import MemoryBank
+    from mac_rag.bank import MemoryBank
 
     if MemoryBank.exists(place):
         return MemoryBank.open(place, write=True)
@@ -126,8 +126,8 @@ def _fill(place: Path, count: int, real: Path, model: str, rows: Any, seed: int)
     """Makes a bank of the rows of another and of mixtures of them, unless it is there; goes on with one begun."""
     from benchmarks.large_banks import mixed_documents
     from mac_rag.data.types import Document
-    from mac_rag.memory import MemoryBank
-    from mac_rag.memory.views.overview import put_with_overview
+    from mac_rag.bank import MemoryBank
+    from mac_rag.bank.overview import put_with_overview
     from mac_rag.model import MACModel
     from mac_rag.progress import progress_bar
 
@@ -153,7 +153,7 @@ def _measure(
     from benchmarks.measure import memory, timed
     from eval.harness.streams import open_stream
     from mac_rag.engine import MACEngine
-    from mac_rag.memory import MemoryBank
+    from mac_rag.bank import MemoryBank
     from mac_rag.model import MACModel
 
     loaded = MACModel.from_pretrained(model, device="cpu")
@@ -187,7 +187,7 @@ def _whole(model: MACModel, bank: MemoryBank, asked: Sequence[str]) -> dict[str,
 
     from benchmarks.large_banks import UnboundedBank
     from benchmarks.measure import timed
-    from mac_rag.memory.views.projection import ProjectedBank
+    from mac_rag.bank.projection import ProjectedBank
 
     network = model.aggregation
     view = ProjectedBank(network, bank, device="cpu")
@@ -212,7 +212,7 @@ def _published(place: Path, count: int, model: str, data: str | None, questions:
     from benchmarks.measure import timed
     from benchmarks.published import attend
     from eval.harness.streams import open_stream
-    from mac_rag.memory import MemoryBank
+    from mac_rag.bank import MemoryBank
     from mac_rag.model import MACModel
     from mac_rag.nn.memory_tokens import MemoryTokens
 

@@ -54,10 +54,10 @@ def main(
     from mac_rag.distributed import ShardedBank
     from mac_rag.distributed.transport import ShardSettings
     from mac_rag.engine import MACEngine
-    from mac_rag.memory import MemoryBank
-    from mac_rag.memory.interface import Bank
-    from mac_rag.memory.views.overview import keep_rows_for
-    from mac_rag.memory.views.reader import reader_of
+    from mac_rag.bank import MemoryBank
+    from mac_rag.bank.interface import Bank
+    from mac_rag.bank.overview import keep_rows_for
+    from mac_rag.bank.reader import reader_of
     from mac_rag.model import MACModel
 
     console, counts = Console(), whole_numbers("--shards", shards)

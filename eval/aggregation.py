@@ -60,7 +60,7 @@ def main(
     from eval.harness.aggregation import hierarchical_methods, measure, reduction_methods
     from eval.harness.protocol import adapt, samples
     from mac_rag.engine import MACEngine
-    from mac_rag.memory import MemoryBank
+    from mac_rag.bank import MemoryBank
     from mac_rag.model import MACModel
 
     loaded = MACModel.from_pretrained(setup.model, device=device)

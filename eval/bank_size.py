@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from eval.harness.results import Row, Verdict
     from mac_rag.data.types import Document, QADataset
     from mac_rag.engine import MACEngine
-    from mac_rag.memory.bank import MemoryBank
-    from mac_rag.memory.interface import Bank
+    from mac_rag.bank.bank import MemoryBank
+    from mac_rag.bank.interface import Bank
 
 
 def main(
@@ -140,7 +140,7 @@ def part_of(bank: Bank, documents: Sequence[Document]) -> MemoryBank:
     """Makes a bank with some documents of another bank; copies their memory tokens instead of encoding again."""
     import torch
 
-    from mac_rag.memory.bank import MemoryBank
+    from mac_rag.bank.bank import MemoryBank
 
     part = MemoryBank(bank.fingerprint)
     rows = [bank[document.id].phi for document in documents]

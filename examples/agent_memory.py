@@ -14,7 +14,7 @@ from llama_index.core.memory import Memory
 
 from mac_rag.engine import MACEngine
 from mac_rag.integrations.llama_index import MACMemoryBlock
-from mac_rag.memory import MemoryBank
+from mac_rag.bank import MemoryBank
 from mac_rag.model import MACModel
 
 SAID = [

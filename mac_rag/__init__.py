@@ -9,9 +9,9 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from mac_rag.bank import MemoryBank
     from mac_rag.data.types import Document
     from mac_rag.engine import Answer, MACEngine
-    from mac_rag.memory import MemoryBank
     from mac_rag.model import MACModel
 
     __version__: str
@@ -25,7 +25,7 @@ _MODULES = {
     "Document": "mac_rag.data.types",
     "MACEngine": "mac_rag.engine",
     "MACModel": "mac_rag.model",
-    "MemoryBank": "mac_rag.memory",
+    "MemoryBank": "mac_rag.bank",
 }
 
 

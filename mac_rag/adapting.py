@@ -15,17 +15,17 @@ from typing import Literal, TypeAlias
 import torch
 from torch import Tensor
 
+from mac_rag.bank.bank import MemoryBank
+from mac_rag.bank.database import PART_BITS
+from mac_rag.bank.interface import Bank, BankContents
+from mac_rag.bank.overview import keep_rows_for, put_with_overview
+from mac_rag.bank.reduction import BoundedBank
 from mac_rag.config import BoundConfig
 from mac_rag.data.characters import shown_id
 from mac_rag.data.languages import language_of
 from mac_rag.data.provenance import Member
 from mac_rag.data.types import Document
 from mac_rag.errors import BankError, DocumentError, MACError
-from mac_rag.memory.bank import MemoryBank
-from mac_rag.memory.interface import Bank, BankContents
-from mac_rag.memory.parts import PART_BITS
-from mac_rag.memory.reduction import BoundedBank
-from mac_rag.memory.views.overview import keep_rows_for, put_with_overview
 from mac_rag.model import BATCH_TOKENS, MACModel
 from mac_rag.progress import progress_bar
 from mac_rag.shipped_models import shipped_name
@@ -71,8 +71,7 @@ class DocumentWriter:
     ) -> Plan:
         """Token ids of the documents that are new to a bank or changed, with one row per chunk.
 
-        A document whose kept text was lost counts as changed, so that the bank keeps the text again. A document of
-        which only the metadata changed has no rows: its memory tokens stay.
+        A document of which only the metadata changed has no rows: its memory tokens stay.
 
         Args:
             documents: documents with unique ids.
@@ -87,7 +86,6 @@ class DocumentWriter:
             DocumentError: for a document that is empty, has too many rows for a bank, or, with `on_long="error"`,
                 exceeds the limit; and as `Member.of`.
             BankError: for an id that occurs twice, and for documents that supersede each other; and as `Member.of`.
-            DamageError: if the bank keeps texts, and their file is damaged.
         """
         members: dict[str, Member] = {}
         good: list[tuple[int, Document]] = []
@@ -104,7 +102,7 @@ class DocumentWriter:
                 members[document.id] = member
                 good.append((index, document))
         check_supersession(members, bank)
-        new = [each for each in good if is_lacking(bank, each[1].id, members[each[1].id].content_hash)]
+        new = [each for each in good if not is_held(bank, each[1].id, members[each[1].id].content_hash)]
         plan: Plan = {}
         with progress_bar("split", sum(len(document.text) for _, document in new), disable=not progress) as bar:
             for index, document in new:
@@ -294,18 +292,9 @@ def joined(parts: Sequence[Tensor | None]) -> Tensor | None:
     return (tensors[0] if len(tensors) == 1 else torch.cat(tensors)) if tensors else None
 
 
-def is_lacking(bank: BankContents, document_id: str, content: str) -> bool:
-    """True if the bank holds no document with this id and content hash, or has lost its kept text.
-
-    Raises:
-        DamageError: if the bank keeps texts, and their file is damaged.
-    """
-    return not is_held(bank, document_id, content) or bank.is_textless(document_id)
-
-
 def holds_text(bank: BankContents, document: Document) -> bool:
-    """True if the bank holds a document with this text, whatever its metadata, and has not lost the kept text."""
-    if document.id not in bank or bank.is_textless(document.id):
+    """True if the bank holds a document with this text, whatever its metadata."""
+    if document.id not in bank:
         return False
     entry = bank[document.id]
     return entry.members[entry.place(document.id)].matches(document.text)

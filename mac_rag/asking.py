@@ -12,6 +12,9 @@ from typing import Literal, TypeAlias
 import torch
 from torch import Tensor
 
+from mac_rag.bank.base_reader import Aggregated, Reader
+from mac_rag.bank.interface import BankContents
+from mac_rag.bank.shared import SharedBank
 from mac_rag.batching_queue import isolating_errors
 from mac_rag.data.characters import check_text
 from mac_rag.data.metrics import normalize
@@ -21,9 +24,6 @@ from mac_rag.errors import ConfigError
 from mac_rag.lm.chat import Message
 from mac_rag.lm.decoding import Sampling
 from mac_rag.lm.prompt import FittedPrompt
-from mac_rag.memory.interface import BankContents
-from mac_rag.memory.shared import SharedBank
-from mac_rag.memory.views.base_reader import Aggregated, Reader
 from mac_rag.model import MACModel
 from mac_rag.model.calibration import Logistic, Mode
 from mac_rag.progress import progress_bar
@@ -428,7 +428,7 @@ def evidence_of(
         prompts: B prompts.
         answers: B answers.
         phi: `[B, T, D]`; None for answers without memory.
-        prior: `[B, 2]`, see `mac_rag.memory.views.base_reader.Reader.prior_evidence`; None without memory or prior.
+        prior: `[B, 2]`, see `mac_rag.bank.base_reader.Reader.prior_evidence`; None without memory or prior.
     """
     first, mean = model.score_answers(prompts, answers, modulation=phi)
     alone = torch.zeros(len(prompts))

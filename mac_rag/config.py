@@ -356,7 +356,7 @@ class BoundConfig(Config):
 
     Attributes:
         maximum: largest number of entries; documents that were averaged are one entry.
-        method: see `mac_rag.memory.reduction`. In the paper, averaging the nearest entries is best.
+        method: see `mac_rag.bank.reduction`. In the paper, averaging the nearest entries is best.
     """
 
     maximum: int = Field(ge=1)

@@ -11,6 +11,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Literal
 from weakref import WeakKeyDictionary
@@ -29,6 +30,11 @@ from mac_rag.asking import (
     evidence_from,
     group_of,
 )
+from mac_rag.bank.bank import MemoryBank
+from mac_rag.bank.interface import Bank, BankContents
+from mac_rag.bank.known_documents import KnownDocuments
+from mac_rag.bank.reader import reader_of
+from mac_rag.bank.shared import SharedBank
 from mac_rag.batching_queue import BatchingQueue, isolating_errors
 from mac_rag.config import AttentionConfig, BoundConfig
 from mac_rag.data.characters import check_text
@@ -37,11 +43,6 @@ from mac_rag.data.types import AdaptReport, Answer, Document, Source
 from mac_rag.errors import ConfigError, MACError
 from mac_rag.lm.decoding import GREEDY, Sampling
 from mac_rag.lm.prompt import FittedPrompt
-from mac_rag.memory.bank import MemoryBank
-from mac_rag.memory.interface import Bank, BankContents
-from mac_rag.memory.known_documents import KnownDocuments
-from mac_rag.memory.shared import SharedBank
-from mac_rag.memory.views.reader import reader_of
 from mac_rag.model import MACModel
 from mac_rag.sources import find_sources
 from mac_rag.sync import Reconciliation, SyncedBank
@@ -116,6 +117,7 @@ class MACEngine:
         self._queue = _queue_of(loaded)
         self._seen = self._shared.latest()  # the snapshot that the current question sees
         self._reader = reader_of(loaded, self._seen, self.attention)
+        self._seen.release()
         self._last_known: KnownDocuments | None = None  # cache: from the last question without `allowed`
         if bound is not None and not isinstance(self.bank, MemoryBank):
             raise ConfigError("a bank in shards cannot be bounded, because it merges no entries; leave out `bound`")
@@ -208,7 +210,9 @@ class MACEngine:
         with self._shared.changing():
             self.bank.check_model(self.model.fingerprint)
             self._finish()
-            if self.bank.snapshot() is not seen:  # the bank has changed since
+            version = seen.version
+            seen.release()  # so that the log need not keep what this call replaces
+            if self.bank.version != version:  # the bank has changed since
                 plan = self._writer.plan(documents, self.bank, on_long, plan)
             unfiled = self._synced.missing_from_retriever(documents, plan)
             pending = [document for document in documents if document.id in plan or document.id in unfiled]
@@ -266,12 +270,10 @@ class MACEngine:
             return self._synced.reconcile(self._remember, group=GROUP, allow_emptying=allow_emptying)
 
     def compact(self) -> None:
-        """Removes what is left of deleted documents from the bank's files.
-
-        If the bank has `secure_delete`, files are overwritten before they are removed.
+        """Makes the bank's file as small as its contents; see `MemoryBank.compact`.
 
         Raises:
-            BankError: if a file cannot be written or removed. The bank is unchanged; compact it again.
+            BankError: if the file cannot be written, or another process reads an older commit; compact it again.
         """
         with self._shared.changing():
             self._finish()
@@ -365,9 +367,9 @@ class MACEngine:
     def _answer(self, calls: Sequence[Call], settings: Settings) -> list[list[Answer] | Exception]:
         if self.on_batch is not None:
             self.on_batch(sum(len(call.questions) for call in calls))
-        retriever = self._begin()
-        settings = replace(settings, allowed=self._known(settings.allowed, settings.as_of))
-        return answer_calls(calls, settings, self._reader, retriever)
+        with self._question() as retriever:
+            settings = replace(settings, allowed=self._known(settings.allowed, settings.as_of))
+            return answer_calls(calls, settings, self._reader, retriever)
 
     def stream(
         self,
@@ -392,8 +394,7 @@ class MACEngine:
             BankError, DataError, DocumentError, FingerprintError: as `answer`; at the call, not at the first piece.
         """
         moment = moment_of_question(as_of)
-        with self._queue.turn():
-            found = self._begin()
+        with self._queue.turn(), self._question() as found:
             allowed = self._known(allowed, moment)
             retriever = found if use_retriever else None
             [(texts, _)] = contexts_of(
@@ -466,8 +467,7 @@ class MACEngine:
         moment = moment_of_question(as_of)
         for question in questions:
             check_text(question)
-        with self._queue.turn():
-            found = self._begin()
+        with self._queue.turn(), self._question() as found:
             if found is None:
                 return [[] for _ in questions]
             return found.retrieve(questions, self.k if k is None else k, allowed=self._known(allowed, moment))
@@ -484,8 +484,7 @@ class MACEngine:
             FingerprintError: if another model wrote the bank.
         """
         moment = moment_of_question(as_of)
-        with self._queue.turn():
-            self._begin()
+        with self._queue.turn(), self._question():
             return self._reader.aggregate(questions, self._known(allowed, moment)).phi
 
     def document_attention(
@@ -542,8 +541,7 @@ class MACEngine:
             DataError: for an `as_of` that is not a date.
         """
         moment = moment_of_question(as_of)
-        with self._queue.turn():
-            self._begin()
+        with self._queue.turn(), self._question():
             masses = self._reader.document_mass([question], self._known(allowed, moment)) if use_memory else None
             return find_sources([question], [answer], [texts or {}], masses, self._seen, most)[0]
 
@@ -569,8 +567,7 @@ class MACEngine:
             BankError: with `use_memory`, for an empty bank, or if none of its documents is allowed.
             ConfigError: for the strategy sharded.
         """
-        with self._queue.turn():
-            self._begin()
+        with self._queue.turn(), self._question():
             known = self._known(allowed, None)
             phi = aggregate_prompts(self._reader, prompts, known).phi if use_memory else None
             return evidence_from(self._reader, prompts, answers, phi, known)
@@ -578,9 +575,9 @@ class MACEngine:
     def _attention(
         self, calls: Sequence[Sequence[str]], allowed: Container[str] | None, as_of: int | None
     ) -> list[tuple[list[str], Tensor]]:
-        self._begin()
-        allowed = self._known(allowed, as_of)
-        ids, mass = self._reader.document_mass([question for questions in calls for question in questions], allowed)
+        with self._question():
+            allowed = self._known(allowed, as_of)
+            ids, mass = self._reader.document_mass([question for questions in calls for question in questions], allowed)
         return [(list(ids), rows) for rows in mass.split([len(questions) for questions in calls])]
 
     def _known(self, allowed: Container[str] | None, as_of: int | None) -> Container[str] | None:
@@ -595,19 +592,22 @@ class MACEngine:
             last = self._last_known = KnownDocuments(seen, as_of)
         return last
 
-    def _begin(self) -> ConsistentRetrieval | None:
-        """Begins a question: chooses its snapshot of the bank, and returns the retriever as this question sees it."""
+    @contextmanager
+    def _question(self) -> Iterator[ConsistentRetrieval | None]:
+        """Holds the snapshot of the bank that a question sees. Yields the retriever as the question sees it."""
         changes = self._shared.changes
-        seen = self._shared.latest()
+        seen = self._shared.latest().renewed(self._seen)
         if seen is not self._seen:  # bank and model meet
             seen.check_model(self.model.fingerprint)
             self._seen = seen
         if self._last_known is not None and self._last_known.bank is not self._seen:
             self._last_known = None
-        self._reader.follow(self._seen)
-        if self.retriever is None:
-            return None
-        return ConsistentRetrieval(self.retriever, self._shared, self._seen, changes)
+        try:
+            self._reader.follow(self._seen)
+            retriever = self.retriever
+            yield None if retriever is None else ConsistentRetrieval(retriever, self._shared, self._seen, changes)
+        finally:
+            self._seen.release()  # a bank's log grows as long as somebody reads an old commit
 
 
 def _queue_of(model: MACModel) -> BatchingQueue:

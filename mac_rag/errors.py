@@ -44,6 +44,10 @@ class FingerprintError(BankError):
     """A memory bank that was written by a different model from the one that is to read it."""
 
 
+class FullDiskError(BankError):
+    """A change of a bank for which the disk has no room; nothing was changed."""
+
+
 class DamageError(BankError):
     """A file of a bank whose content is not what was written."""
 

@@ -6,11 +6,11 @@ from collections.abc import Container, Iterator
 from dataclasses import dataclass
 from itertools import islice
 
+from mac_rag.bank.bank import Contents
 from mac_rag.data.provenance import Member
 from mac_rag.data.types import Document
 from mac_rag.engine import MACEngine
 from mac_rag.errors import BankError, ConfigError
-from mac_rag.memory.contents import Contents
 from mac_rag.progress import progress_bar
 from mac_rag.retrieval.base import Retriever
 from mac_rag.sync import held_documents, is_held
@@ -86,13 +86,13 @@ def rebuild(
     begun = [(member.document_id, member.content_hash) for entry in new for member in entry.members]
     if begun != expected[: len(begun)]:
         raise BankError(
-            f"{new.folder or 'the new bank'} holds {len(begun):,} documents that are not the first ones of "
-            f"{old.folder or 'the old bank'}: it is another bank, or the old one has changed since; choose a new folder"
+            f"{new.path or 'the new bank'} holds {len(begun):,} documents that are not the first ones of "
+            f"{old.path or 'the old bank'}: it is another bank, or the old one has changed since; choose a new file"
         )
     if missing and not skip_missing:
         raise BankError(
             f"the texts of {len(missing):,} of {len(members):,} documents were not found in the version that "
-            f"{old.folder or 'the bank'} remembers; give the retriever that holds them, or leave them out "
+            f"{old.path or 'the bank'} remembers; give the retriever that holds them, or leave them out "
             "(--skip-missing):\n" + "\n".join(f"  {printable(document_id)}" for document_id in missing)
         )
     pending.difference_update(missing)

@@ -19,10 +19,10 @@ from typing import Any
 
 from torch import Tensor
 
+from mac_rag.bank.interface import BankContents
 from mac_rag.data.dates import date_in, moment_of, written
 from mac_rag.data.types import Source
 from mac_rag.errors import DataError
-from mac_rag.memory.interface import BankContents
 
 _WORD = re.compile(r"\w+")
 # A sentence ends after . ! or ? if a capital letter, a digit or a quotation mark follows, and at an empty line. It does

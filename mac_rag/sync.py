@@ -3,8 +3,7 @@
 The retriever holds the texts and is the source of truth; the bank follows it. A change of both takes four steps:
 
 1. the bank commits an intent that names the documents;
-2. the bank writes everything that its next commit needs, so that most failures, such as a full disk, come before the
-   retriever changes;
+2. the bank writes its change, without committing it, so that most failures come before the retriever changes;
 3. the retriever changes;
 4. the bank commits, which ends the intent.
 
@@ -19,11 +18,10 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import TypeVar
 
+from mac_rag.bank.interface import Bank, BankContents, Intent
 from mac_rag.data.provenance import content_hash
 from mac_rag.data.types import Document
 from mac_rag.errors import BankError, ConfigError
-from mac_rag.memory.interface import Bank, BankContents
-from mac_rag.memory.storage.manifest import Intent
 from mac_rag.retrieval.base import Retriever
 
 T = TypeVar("T")
@@ -179,7 +177,6 @@ class SyncedBank:
         with self._all_or_nothing(ids, before):
             self.bank.commit(Intent(puts=tuple(ids)))
             result = write_to_bank()
-            self.bank.prepare()
             retriever.put(documents)
             self.bank.commit(Intent())
         return result
@@ -201,7 +198,7 @@ class SyncedBank:
         in_retriever = [] if self.retriever is None else self.retriever.held(ids)
         for name in ids:
             if name not in self.bank and name not in in_retriever:
-                place = self.bank.folder or "the bank"
+                place = self.bank.path or "the bank"
                 raise BankError(
                     f"no document {name!r} in {place}" + ("" if self.retriever is None else " or its retriever")
                 )
@@ -210,7 +207,6 @@ class SyncedBank:
             if in_retriever:
                 self.bank.commit(Intent(puts=pending.puts, deletes=(*pending.deletes, *ids)))
             from_bank = self._forget(ids)
-            self.bank.prepare()
             if self.retriever is not None and in_retriever:
                 for name in in_retriever:
                     self.retriever.delete(name)

@@ -220,7 +220,7 @@ def public_classes() -> list[type]:
         "mac_rag",
         "mac_rag.integrations.llama_index",
         "mac_rag.integrations.langchain",
-        "mac_rag.memory",
+        "mac_rag.bank",
         "mac_rag.retrieval",
     )
     public = (getattr(module, name) for module in map(importlib.import_module, modules) for name in module.__all__)

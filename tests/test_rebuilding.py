@@ -14,9 +14,9 @@ from mac_rag.data.newswire.generate import generate
 from mac_rag.data.types import Document
 from mac_rag.engine import MACEngine
 from mac_rag.errors import BankError, ConfigError
-from mac_rag.memory import MemoryBank
-from mac_rag.memory.contents import Contents
-from mac_rag.memory.storage import store
+from mac_rag.bank import MemoryBank
+from mac_rag.bank.bank import Contents
+from mac_rag.bank.storage import store
 from mac_rag.model import MACModel
 from mac_rag.rebuilding import rebuild
 from mac_rag.retrieval import BM25Retriever

@@ -17,8 +17,8 @@ from mac_rag.data.newswire.generate import generate
 from mac_rag.data.types import Document
 from mac_rag.engine import MACEngine
 from mac_rag.errors import BankError, ConfigError
-from mac_rag.memory import MemoryBank
-from mac_rag.memory.storage.manifest import Intent
+from mac_rag.bank import MemoryBank
+from mac_rag.bank.interface import Intent
 from mac_rag.model import MACModel
 from mac_rag.retrieval import BM25Retriever, DenseRetriever, HybridRetriever, Retriever
 from mac_rag.retrieval.chroma import ChromaRetriever

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.memory.helpers import fast_folder
+from tests.bank.helpers import fast_folder
 from tests.torture.faults import EXAMPLES, HOWS, Torture
 
 

@@ -29,7 +29,7 @@ from mac_rag.data.metrics import (
 from mac_rag.data.types import Document, QADataset, Question
 from mac_rag.engine import Answer, MACEngine
 from mac_rag.lm.prompt import FittedPrompt
-from mac_rag.memory.known_documents import KnownDocuments
+from mac_rag.bank.known_documents import KnownDocuments
 from mac_rag.progress import progress_bar
 from mac_rag.retrieval import Hit, Retriever
 

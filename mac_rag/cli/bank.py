@@ -1,4 +1,4 @@
-"""`mac-rag bank`: inspect a memory bank on disk, delete from it, check and repair it. Only `rebuild` loads a model."""
+"""`mac-rag bank`: inspect a memory bank on disk, delete from it, check and copy it. Only `rebuild` loads a model."""
 
 from __future__ import annotations
 
@@ -18,14 +18,12 @@ from mac_rag.errors import ConfigError
 from mac_rag.untrusted_files import printable
 
 if TYPE_CHECKING:
+    from mac_rag.bank.bank import BankEntry, MemoryBank
     from mac_rag.data.provenance import Member
-    from mac_rag.memory.bank import BankEntry, MemoryBank
 
 UrlArgument = Annotated[str, typer.Argument(help="URL of a folder, such as s3://BUCKET/PREFIX.", metavar="URL")]
 
-app = typer.Typer(
-    no_args_is_help=True, help="Inspect a memory bank, delete from it, check, repair, back up and export it."
-)
+app = typer.Typer(no_args_is_help=True, help="Inspect a memory bank, delete from it, check, back up and export it.")
 
 
 @app.command()
@@ -38,12 +36,11 @@ def info(bank: BankOption) -> None:
             say(f"memory tokens  {rows * tokens:,} of width {width} ({tokens} for each of {rows:,} rows)")
             codes = f", {size} bytes a token" if (size := opened.layout.code_bytes) else ""
             say(f"rows           {opened.layout.dtype or 'fp32'}{codes}")
-        size = sum(file.stat().st_size for file in bank.iterdir() if file.is_file())
+        size = sum(file.stat().st_size for file in bank.parent.glob(f"{bank.name}*") if file.is_file())
         each = f", {size / len(opened) / 2**10:,.1f} KiB a document" if len(opened) else ""
         say(f"on disk        {size / 2**20:,.1f} MiB{each}")
         say(f"texts          {'kept' if opened.keep_texts else 'not kept'}")
-        say(f"deleted files  {'overwritten and removed' if opened.secure_delete else 'removed'}")
-        name = known_name(opened, bank)
+        name = known_name(opened)
         say(f"model          {f'{name}, ' if name else ''}{opened.fingerprint}")
 
 
@@ -101,8 +98,8 @@ def delete(
 ) -> None:
     """Delete documents from a bank, and with --retriever also from the retriever.
 
-    Deleted documents no longer influence answers; `compact` also removes their bytes from the disk. The retriever
-    changes first. If the command is interrupted, run it again.
+    Their bytes are overwritten in the bank's file; `compact` also gives the room back. The retriever changes first. If
+    the command is interrupted, run it again.
 
     A bounded bank may have merged a deleted document with others. These share its memory and are deleted with it. The
     command lists them, so that you can adapt to them again. The retriever keeps them.
@@ -133,10 +130,7 @@ def delete(
 
 @app.command()
 def compact(bank: BankOption) -> None:
-    """Rewrite a bank, so that no byte of deleted documents remains on disk.
-
-    A bank that was made with --secure-delete overwrites files before it removes them.
-    """
+    """Make the file of a bank as small as its contents, and its log empty, with no byte of what was deleted."""
     with _open(bank, write=True) as opened:
         opened.compact()
         say(f"{bank} holds {len(opened)} documents and nothing else")
@@ -145,7 +139,7 @@ def compact(bank: BankOption) -> None:
 @app.command()
 def verify(bank: BankOption) -> None:
     """Check every byte of a bank. If anything is damaged, list it and exit with code 1."""
-    from mac_rag.memory.storage.repair import verify as check
+    from mac_rag.bank.verify import verify as check
 
     report = check(bank)
     say(report, lines=True)
@@ -154,33 +148,12 @@ def verify(bank: BankOption) -> None:
 
 
 @app.command()
-def repair(
-    bank: BankOption,
-    into: Annotated[
-        Path | None,
-        typer.Option(
-            help="Write everything that is not damaged to a new bank here, and leave the old one unchanged.",
-            show_default="repair the bank itself",
-            file_okay=False,
-        ),
-    ] = None,
-) -> None:
-    """Drop the damaged entries of a bank, and only these, and list the documents that were lost.
-
-    The dropped entries are kept in the bank's folder `quarantine`, with a report.
-    """
-    from mac_rag.memory.storage.repair import repair as mend
-
-    say(mend(bank, into), lines=True)
-
-
-@app.command()
 def backup(
     bank: BankOption,
-    output: Annotated[Path, typer.Option(help="A new or empty folder.", file_okay=False)],
+    output: Annotated[Path, typer.Option(help="A new file.", dir_okay=False)],
 ) -> None:
     """Copy the last commit of a bank, even while another process writes to it. The copy is a bank like any other."""
-    from mac_rag.memory.storage.backup import backup as copy
+    from mac_rag.bank.copies import backup as copy
 
     say(f"{copy(bank, output):,} documents copied to {output}")
 
@@ -188,38 +161,38 @@ def backup(
 @app.command()
 def pull(
     url: UrlArgument,
-    folder: Annotated[Path, typer.Argument(help="A new folder, or one that holds an earlier state of the bank.")],
+    bank: Annotated[Path, typer.Argument(help="A new file, or one that holds an earlier state of the bank.")],
 ) -> None:
-    """Fetch a bank from an object store into a folder. If the folder holds it already, fetch only what is new.
+    """Fetch a bank from an object store into a file.
 
-    Readers of the folder go on to the new state. If the command is interrupted, run it again.
+    Readers of an earlier state go on to the new one. If the command is interrupted, run it again.
     """
-    from mac_rag.memory.storage.remote import pull as fetch
+    from mac_rag.bank.remote import pull as fetch
 
-    say(f"{fetch(url, folder):,} documents are in {folder}")
+    say(f"{fetch(url, bank):,} documents are in {bank}")
 
 
 @app.command()
-def push(folder: Annotated[Path, typer.Argument(help="Folder of the memory bank.")], url: UrlArgument) -> None:
-    """Upload the last commit of a bank to an object store. If the bank is there already, upload only what is new.
+def push(bank: Annotated[Path, typer.Argument(help="File of the memory bank.")], url: UrlArgument) -> None:
+    """Upload the last commit of a bank to an object store, in place of an earlier one.
 
     If the command is interrupted, run it again. `pull` fetches the bank on another machine.
     """
-    from mac_rag.memory.storage.remote import push as put
+    from mac_rag.bank.remote import push as put
 
-    say(f"{put(folder, url):,} documents are at {url}")
+    say(f"{put(bank, url):,} documents are at {url}")
 
 
 @app.command()
 def restore(
-    source: Annotated[Path, typer.Argument(help="Folder of the backup.", metavar="BACKUP")],
+    source: Annotated[Path, typer.Argument(help="File of the backup.", metavar="BACKUP")],
     bank: BankOption,
     replace: Annotated[
         bool, typer.Option("--replace", help="Replace the documents of an existing bank, in one commit.")
     ] = False,
 ) -> None:
-    """Restore a backup to a new folder or, with --replace, in place of the present documents of a bank."""
-    from mac_rag.memory.storage.backup import restore as put_back
+    """Restore a backup to a new file or, with --replace, in place of the present documents of a bank."""
+    from mac_rag.bank.copies import restore as put_back
 
     say(f"{put_back(source, bank, replace=replace):,} documents restored to {bank}")
 
@@ -253,7 +226,7 @@ def export(
 
 
 def _open(bank: Path, *, write: bool = False) -> MemoryBank:
-    from mac_rag.memory.bank import MemoryBank
+    from mac_rag.bank.bank import MemoryBank
 
     return MemoryBank.open(bank, write=write)
 

@@ -52,8 +52,8 @@ def chat(
 
     If standard input is not a terminal, each line of it is a question, and the exit code is 1 if one had no answer.
     """
+    from mac_rag.bank.bank import MemoryBank
     from mac_rag.engine import MACEngine
-    from mac_rag.memory.bank import MemoryBank
 
     opened, text_retriever = MemoryBank.open(bank), open_retriever(retriever, retriever_folder)
     engine = MACEngine(load_model(model, opened, bank, device_map=device_map), opened, text_retriever, k=k)

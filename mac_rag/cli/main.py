@@ -27,8 +27,8 @@ from mac_rag.cli.terminal import SHOWN, answer_record, say, show_sources
 from mac_rag.errors import ConfigError, MACError
 
 if TYPE_CHECKING:
+    from mac_rag.bank.bank import MemoryBank
     from mac_rag.data.types import Document
-    from mac_rag.memory.bank import MemoryBank
 
 app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False)
 bank.app.command()(rebuild.rebuild)
@@ -95,13 +95,6 @@ def adapt(
             help="Make a bank that also keeps the texts, so that `bank rebuild` can make a bank for another model.",
         ),
     ] = False,
-    secure_delete: Annotated[
-        bool,
-        typer.Option(
-            "--secure-delete",
-            help="Make a bank that overwrites its files before it removes them. All of it is read into memory.",
-        ),
-    ] = False,
     rows: RowsOption = None,
     device_map: DeviceMapOption = None,
     skip_bad: Annotated[
@@ -137,14 +130,14 @@ def adapt(
     If any document is bad, nothing is adapted. With --skip-bad, the good documents are adapted and the others are
     listed at the end; the exit code is 0, or 1 if no document is good.
 
-    --keep-texts, --secure-delete and --rows take effect when a bank is created; later calls need not repeat them.
+    --keep-texts and --rows take effect when a bank is created; later calls need not repeat them.
     """
+    from mac_rag.bank.bank import MemoryBank
+    from mac_rag.bank.overview import keep_rows_for
     from mac_rag.config import BoundConfig
     from mac_rag.data.readers import find_files, read_documents
     from mac_rag.data.table import raise_error
     from mac_rag.engine import MACEngine
-    from mac_rag.memory.bank import MemoryBank
-    from mac_rag.memory.views.overview import keep_rows_for
 
     if actors is not None and not ray:
         raise ConfigError(f"--actors {actors} needs --ray; add --ray, or leave --actors out")
@@ -159,18 +152,13 @@ def adapt(
     else:
         documents = [] if ray else read_documents(found)
     text_retriever = open_retriever(retriever, retriever_folder)
-    # An existing bank is opened before the model is loaded, so that its errors come at once. The folder of a new bank
-    # is created by its first commit, so that no empty folder is left if the documents are refused.
-    opened = open_to_fill(bank, "--bank")
+    # An existing bank is opened before the model is loaded, so that its errors come at once. The file of a new bank
+    # is created by its first commit, so that no empty bank is left if the documents are refused.
+    opened = open_to_fill(bank)
     if opened is not None and keep_texts and not opened.keep_texts:
         raise ConfigError(
             f"{bank} was created without --keep-texts and holds no texts; leave the option out, or make a new bank "
             "with it: adapt to all documents again, or run mac-rag bank rebuild --keep-texts"
-        )
-    if opened is not None and secure_delete and not opened.secure_delete:
-        raise ConfigError(
-            f"{bank} was created without --secure-delete; leave the option out, or make a new bank with it: adapt to "
-            "all documents again, or run mac-rag bank rebuild --secure-delete"
         )
     if opened is not None and rows is not None and rows != (kept := opened.layout.dtype or "fp32"):
         raise ConfigError(
@@ -180,9 +168,7 @@ def adapt(
     model = model_for(model, opened, bank)
     loaded = load_model(model, opened, bank, device="cpu" if ray else None, device_map=device_map)
     if opened is None:  # not `if not opened`: an empty bank is false, too
-        opened = MemoryBank.create_on_commit(
-            bank, loaded.fingerprint, keep_texts=keep_texts, secure_delete=secure_delete, rows=rows
-        )
+        opened = MemoryBank.create_on_commit(bank, loaded.fingerprint, keep_texts=keep_texts, rows=rows)
         if rows == "pq":  # refuses a model without codebooks before it encodes anything
             keep_rows_for(opened, loaded.aggregation)
     bound = None if max_entries is None else BoundConfig(maximum=max_entries, method=reduction)
@@ -201,7 +187,7 @@ def adapt(
             _say_what_is_kept(opened, bank, documents)
             raise typer.Exit(130) from None
         finally:
-            keep_model_name(bank, opened, model)
+            keep_model_name(opened, model)
             if text_retriever is not None and retriever_folder is not None:
                 text_retriever.save(retriever_folder)
         say(
@@ -217,7 +203,7 @@ def adapt(
         left_out.show()
 
 
-def _say_what_is_kept(bank: MemoryBank, folder: Path, documents: list[Document]) -> None:
+def _say_what_is_kept(bank: MemoryBank, place: Path, documents: list[Document]) -> None:
     """After an interrupt: prints how many of the documents the bank's last commit holds."""
     from mac_rag.data.provenance import content_hash
     from mac_rag.errors import BankError, DocumentError
@@ -227,7 +213,7 @@ def _say_what_is_kept(bank: MemoryBank, folder: Path, documents: list[Document])
     for document in documents:
         with suppress(BankError, DocumentError):  # bad documents, which --skip-bad leaves out
             kept += is_held(bank.committed, document.id, content_hash(document))
-    done = f"{kept:,} of {len(documents):,} documents are in {folder}" if documents else "finished work is kept"
+    done = f"{kept:,} of {len(documents):,} documents are in {place}" if documents else "finished work is kept"
     say(f"interrupted: {done}; run the command again for the rest", err=True, fg="yellow")
 
 
@@ -261,8 +247,8 @@ def ask(
     """
     import json
 
+    from mac_rag.bank.bank import MemoryBank
     from mac_rag.engine import MACEngine
-    from mac_rag.memory.bank import MemoryBank
 
     if explain and as_json:
         raise ConfigError("--json already names the documents that the answer came from; leave --explain out")
@@ -295,8 +281,8 @@ def reconcile(
     Documents that only the retriever holds are added to the bank, and documents that only the bank holds are deleted
     from it.
     """
+    from mac_rag.bank.bank import MemoryBank
     from mac_rag.engine import MACEngine
-    from mac_rag.memory.bank import MemoryBank
 
     with MemoryBank.open(bank, write=True) as opened:
         text_retriever = open_retriever(retriever, retriever_folder)

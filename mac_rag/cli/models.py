@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING
 
 from mac_rag import DEFAULT_MODEL
 from mac_rag.cli.run import settle
-from mac_rag.errors import ConfigError, FingerprintError
+from mac_rag.errors import BankError, ConfigError, FingerprintError
 from mac_rag.shipped_models import FINGERPRINTS, describe, shipped_name
 
 if TYPE_CHECKING:
-    from mac_rag.memory.bank import MemoryBank
+    from mac_rag.bank.bank import MemoryBank
     from mac_rag.model import MACModel
 
 
@@ -29,7 +29,7 @@ def load_model(
     Args:
         name: the model; None for the one that wrote the bank, or the default for a new bank.
         bank: the bank; None for a new one.
-        place: its folder.
+        place: its file.
         device, device_map: as `MACModel.from_pretrained` takes them.
 
     Raises:
@@ -43,7 +43,7 @@ def load_model(
     model = MACModel.from_pretrained(chosen, device=device, device_map=device_map)
     settle()
     if bank is not None and bank.fingerprint != model.fingerprint:
-        writer = known_name(bank, place)
+        writer = known_name(bank)
         remedy = f"use --model {writer}" if writer else "use the model that wrote it"
         raise FingerprintError(
             f"{place} was written by {_described(writer, bank.fingerprint)} and cannot be read by "
@@ -57,10 +57,10 @@ def model_for(name: str | None, bank: MemoryBank | None, place: Path) -> str:
     """The name of the model to load; see `load_model`."""
     if name is not None or bank is None:
         return name or DEFAULT_MODEL
-    writer = known_name(bank, place)
+    writer = known_name(bank)
     if writer is None or shipped_name(bank.fingerprint):
         return writer or DEFAULT_MODEL
-    # Anybody may have written the file with the name, so it must not cause a download or a request to another machine.
+    # Anybody may have written the bank, so it must not cause a download or a request to another machine.
     if Path(writer).is_absolute() and not writer.startswith(("//", "\\\\")) and Path(writer).is_dir():
         return writer
     raise ConfigError(
@@ -68,23 +68,19 @@ def model_for(name: str | None, bank: MemoryBank | None, place: Path) -> str:
     )
 
 
-def known_name(bank: MemoryBank, place: Path) -> str | None:
-    """The name of the model that wrote a bank, for people to read; None if no name was stored."""
-    from mac_rag.memory.storage.model_name import read_model_name
-
-    return shipped_name(bank.fingerprint) or read_model_name(place, bank.fingerprint)
+def known_name(bank: MemoryBank) -> str | None:
+    """The name of the model that wrote a bank, for people to read; None if it is not known."""
+    return shipped_name(bank.fingerprint) or bank.model
 
 
-def keep_model_name(folder: Path, bank: MemoryBank, name: str) -> None:
-    """Stores the name of its model with a bank on disk, unless its fingerprint is that of a shipped model."""
-    from mac_rag.memory.storage.model_name import write_model_name
-
+def keep_model_name(bank: MemoryBank, name: str) -> None:
+    """Notes the name of its model in a bank on disk, unless its fingerprint is that of a shipped model."""
     is_folder = Path(name).is_dir()
     # The name of a shipped model beside another fingerprint would lead to the wrong weights.
-    if bank.folder is None or shipped_name(bank.fingerprint) or (not is_folder and name in FINGERPRINTS):
+    if bank.path is None or shipped_name(bank.fingerprint) or (not is_folder and name in FINGERPRINTS):
         return
-    with suppress(OSError):  # the name is a convenience, and the bank is complete without it
-        write_model_name(folder, bank.fingerprint, str(Path(name).resolve()) if is_folder else name)
+    with suppress(BankError):  # the name is a convenience, and the bank is complete without it
+        bank.name_model(str(Path(name).resolve()) if is_folder else name)
 
 
 def _described(name: str | None, fingerprint: str) -> str:

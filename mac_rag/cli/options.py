@@ -11,8 +11,8 @@ from mac_rag.cli.terminal import say
 from mac_rag.errors import ConfigError
 
 if TYPE_CHECKING:
-    from mac_rag.memory.bank import MemoryBank
-    from mac_rag.memory.interface import Bank
+    from mac_rag.bank.bank import MemoryBank
+    from mac_rag.bank.interface import Bank
     from mac_rag.retrieval.base import Retriever
 
 ModelOption = Annotated[
@@ -40,15 +40,15 @@ DeviceMapOption = Annotated[
 ]
 
 
-def _in_a_folder(bank: Path) -> Path:
+def _in_a_file(bank: Path) -> Path:
     """Refuses a URL."""
-    from mac_rag.memory.storage.folder import local_folder
+    from mac_rag.bank.database import local_path
 
-    return local_folder(bank)
+    return local_path(bank)
 
 
 BankOption = Annotated[
-    Path, typer.Option("--bank", help="Folder of the memory bank.", file_okay=False, callback=_in_a_folder)
+    Path, typer.Option("--bank", help="File of the memory bank.", dir_okay=False, callback=_in_a_file)
 ]
 RowsOption = Annotated[
     Literal["bf16", "int8", "pq", "fp32"] | None,
@@ -85,22 +85,15 @@ def open_retriever(spec: str, folder: Path | None) -> Retriever | None:
     return make_retriever(spec, folder=folder, progress=True)
 
 
-def open_to_fill(folder: Path, option: str) -> MemoryBank | None:
-    """The bank in a folder, opened for writing; None if the folder has no bank yet and can hold one.
+def open_to_fill(path: Path) -> MemoryBank | None:
+    """The bank in a file, opened for writing; None if there is no such file yet.
 
     Raises:
-        BankError: for a bank that cannot be opened.
-        ConfigError: for a folder that holds other files; names the option.
+        BankError: for a file that is not a bank, or a bank that cannot be opened.
     """
-    from mac_rag.memory.bank import MemoryBank
-    from mac_rag.memory.storage.folder import is_vacant, local_folder
+    from mac_rag.bank.bank import MemoryBank
 
-    folder = local_folder(folder)
-    if MemoryBank.exists(folder):
-        return MemoryBank.open(folder, write=True)
-    if not is_vacant(folder):
-        raise ConfigError(f"{folder} holds other files, not a memory bank; choose a new or empty folder for {option}")
-    return None
+    return MemoryBank.open(path, write=True) if MemoryBank.exists(path) else None
 
 
 def warn_of_disagreement(bank: Bank, retriever: Retriever | None, spec: str, folder: Path | None) -> None:
@@ -111,9 +104,9 @@ def warn_of_disagreement(bank: Bank, retriever: Retriever | None, spec: str, fol
     if retriever is None or problem is None:
         return
     place = "" if folder is None else f" --retriever-folder {folder}"
-    arguments = f"--bank {bank.folder} --retriever {spec}{place}"
+    arguments = f"--bank {bank.path} --retriever {spec}{place}"
     if not len(retriever):
         remedy = f"adapt the documents again: mac-rag adapt ... {arguments}"
     else:
         remedy = f"repair the bank: mac-rag reconcile {arguments}"
-    say(f"warning: {bank.folder} and {spec} do not agree ({problem}); {remedy}", err=True, fg="yellow")
+    say(f"warning: {bank.path} and {spec} do not agree ({problem}); {remedy}", err=True, fg="yellow")

@@ -25,7 +25,7 @@ from mac_rag.errors import ConfigError
 
 def rebuild(
     bank: BankOption,
-    into: Annotated[Path, typer.Option(help="Folder of the new bank.", file_okay=False)],
+    into: Annotated[Path, typer.Option(help="File of the new bank.", dir_okay=False)],
     model: ModelOption = DEFAULT_MODEL,
     retriever: RetrieverOption = "none",
     retriever_folder: FolderOption = None,
@@ -35,12 +35,6 @@ def rebuild(
     keep_texts: Annotated[
         bool,
         typer.Option("--keep-texts", help="Keep the texts in the new bank, even if the old one does not."),
-    ] = False,
-    secure_delete: Annotated[
-        bool,
-        typer.Option(
-            "--secure-delete", help="Make a new bank that overwrites deleted files, even if the old does not."
-        ),
     ] = False,
     rows: RowsOption = None,
     device_map: DeviceMapOption = None,
@@ -58,29 +52,23 @@ def rebuild(
     A LlamaIndex docstore or vector store cannot serve as --retriever. In Python, MemoryWriter.from_index adapts a new
     bank to it.
     """
+    from mac_rag.bank.bank import MemoryBank
+    from mac_rag.bank.overview import keep_rows_for
     from mac_rag.engine import MACEngine
-    from mac_rag.memory.bank import MemoryBank
-    from mac_rag.memory.views.overview import keep_rows_for
     from mac_rag.model import MACModel
     from mac_rag.rebuilding import rebuild as make_anew
 
-    if bank.resolve() in (into.resolve(), *into.resolve().parents):
-        raise ConfigError(f"{into} is the old bank's folder or inside it; choose a new folder for --into")
+    if bank.resolve() == into.resolve():
+        raise ConfigError(f"{into} is the old bank; choose a new file for --into")
     old = MemoryBank.open(bank)
-    begun = open_to_fill(into, "--into")
+    begun = open_to_fill(into)
     keep_texts = keep_texts or old.keep_texts
     if begun is not None and begun.keep_texts != keep_texts:
         was = "with" if begun.keep_texts else "without"
-        raise ConfigError(f"{into} was begun {was} kept texts; repeat its command, or choose a new folder for --into")
-    secure_delete = secure_delete or old.secure_delete
-    if begun is not None and begun.secure_delete != secure_delete:
-        raise ConfigError(
-            f"{into} was begun {'with' if begun.secure_delete else 'without'} secure deletion; repeat its command, or "
-            "choose a new folder for --into"
-        )
+        raise ConfigError(f"{into} was begun {was} kept texts; repeat its command, or choose a new file for --into")
     if begun is not None and rows is not None and begun.layout.dtype != rows:
         raise ConfigError(
-            f"{into} was begun with rows as {begun.layout.dtype or 'fp32'}; repeat its command, or choose a new folder "
+            f"{into} was begun with rows as {begun.layout.dtype or 'fp32'}; repeat its command, or choose a new file "
             "for --into"
         )
     text_retriever = open_retriever(retriever, retriever_folder)
@@ -91,9 +79,7 @@ def rebuild(
         )
     loaded = MACModel.from_pretrained(model, device_map=device_map)
     if begun is None:
-        begun = MemoryBank.create_on_commit(
-            into, loaded.fingerprint, keep_texts=keep_texts, secure_delete=secure_delete, rows=rows
-        )
+        begun = MemoryBank.create_on_commit(into, loaded.fingerprint, keep_texts=keep_texts, rows=rows)
         if rows == "pq":  # refuses a model without codebooks before it encodes anything
             keep_rows_for(begun, loaded.aggregation)
     engine = MACEngine(loaded, begun)
@@ -101,7 +87,7 @@ def rebuild(
         try:
             report = make_anew(old, engine, text_retriever, skip_missing=skip_missing, progress=True)
         finally:
-            keep_model_name(into, begun, model)
+            keep_model_name(begun, model)
     for document_id in report.skipped:
         say(f"skipped: {document_id}", err=True)
     say(

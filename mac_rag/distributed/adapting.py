@@ -20,7 +20,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from mac_rag.adapting import GROUP, DocumentWriter, check_supersession, is_lacking
+from mac_rag.adapting import GROUP, DocumentWriter, check_supersession
+from mac_rag.bank.bank import MemoryBank
 from mac_rag.config import BoundConfig
 from mac_rag.data.characters import shown_id
 from mac_rag.data.provenance import Member
@@ -31,10 +32,9 @@ from mac_rag.distributed.groups import Found, Group
 from mac_rag.distributed.staging import Staging
 from mac_rag.distributed.workers import CPUS, Amortizer, BulkJob, find_documents, from_row, to_row
 from mac_rag.errors import BankError, ConfigError, WorkerError
-from mac_rag.memory.bank import MemoryBank
 from mac_rag.model import MACModel
 from mac_rag.progress import progress_bar
-from mac_rag.sync import SyncedBank
+from mac_rag.sync import SyncedBank, is_held
 
 if TYPE_CHECKING:
     from mac_rag.retrieval.base import Retriever
@@ -105,7 +105,6 @@ class BulkAdapter:
         """
         if STDIN in files:
             raise ConfigError("standard input (-) cannot be read by several processes; write it to a file first")
-        bank = self._synced.bank
         self._finish()
         ray = _quietly_connected()
         job = BulkJob(Path.cwd(), tuple(files), self._name, self._model.fingerprint, on_long)
@@ -116,7 +115,7 @@ class BulkAdapter:
                     pending.add(found)
                     bar.advance(len(found))
             pending.end()
-            with Staging(self._folder, secure_delete=bank.secure_delete) as staging:
+            with Staging(self._folder) as staging:
                 blocks = self._amortize(ray, job, pending, staging, progress)
                 report = self._commit(job, pending, staging, blocks, progress)
                 staging.remove()
@@ -230,7 +229,7 @@ class _Pending:
                 raise BankError(f"document id {shown_id(each.id)} occurs twice; ids must be unique")
             self.ids.add(each.id)
         bank = self._synced.bank
-        lacking = {each.id for each in found if is_lacking(bank, each.id, each.content_hash)}
+        lacking = {each.id for each in found if not is_held(bank, each.id, each.content_hash)}
         unfiled = self._synced.unfiled({each.id: each.content_hash for each in found}, lacking)
         self.lacking += len(lacking)
         self.updated += sum(document_id in bank for document_id in lacking)

@@ -7,11 +7,9 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
+from mac_rag.bank.directory import Record, Timeline
+from mac_rag.bank.entries import Described, Texts
 from mac_rag.distributed.messages import ShardChange, ShardContents, Version
-from mac_rag.memory.entries import Described
-from mac_rag.memory.entry_table import Record, RecordList
-from mac_rag.memory.known_documents import Timeline
-from mac_rag.memory.parts import Texts
 
 
 class ShardDirectory:
@@ -64,6 +62,8 @@ class ShardDirectory:
                 self.superseded -= _superseded(record)
         self._made = []
         self._add(change.added)
+        if change.removed:  # what was described anew keeps its place
+            self.records = dict(sorted(self.records.items()))
         if not self.records:
             self.row_shape = None
 
@@ -78,7 +78,7 @@ class ShardDirectory:
     def timeline(self) -> Timeline:
         """Its documents with their dates and what they supersede, in the order of their rows; made once per state."""
         if not self._made:
-            self._made.append(Timeline.of(RecordList(list(self.records.values()))))
+            self._made.append(Timeline.of(list(self.records.values())))
         return self._made[0]
 
 

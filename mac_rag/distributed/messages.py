@@ -12,8 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from mac_rag.bank.directory import Record
 from mac_rag.config import Dtype
-from mac_rag.memory.entry_table import Record
 
 Array: TypeAlias = "np.ndarray[Any, np.dtype[Any]]"
 # A state of a shard: the name of the opening of its folder, and the bank's version since.

@@ -14,18 +14,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from mac_rag.bank.base_reader import Aggregated, Reader
 from mac_rag.distributed.messages import Array, ShardQuestion, to_array, to_tensor
 from mac_rag.distributed.transport import Request
 from mac_rag.errors import ConfigError, ShardLostError
-from mac_rag.memory.views.base_reader import Aggregated, Reader
 from mac_rag.nn.attention import Partial
 from mac_rag.nn.memory_slots import FirstRows
 from mac_rag.nn.prior import Candidates
 
 if TYPE_CHECKING:
+    from mac_rag.bank.interface import BankContents
     from mac_rag.config import AttentionConfig
     from mac_rag.distributed.sharded_contents import ShardedContents
-    from mac_rag.memory.interface import BankContents
     from mac_rag.model import MACModel
     from mac_rag.nn.memory_tokens import MemoryTokens
 

@@ -15,17 +15,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from mac_rag.bank.bank import MemoryBank, Snapshot
+from mac_rag.bank.base_reader import prior_summary
+from mac_rag.bank.directory import Record
+from mac_rag.bank.overview import put_with_overview
+from mac_rag.bank.projection import ProjectedBank
 from mac_rag.data.types import Document
 from mac_rag.distributed.messages import Array, ShardChange, ShardContents, ShardQuestion, Version, to_array, to_tensor
 from mac_rag.distributed.shard_files import MARK, ShardMark, read_mark, shard_of, shards_of
 from mac_rag.errors import BankError, ShardLostError
 from mac_rag.lm.devices import DTYPES
-from mac_rag.memory.bank import MemoryBank
-from mac_rag.memory.contents import Snapshot
-from mac_rag.memory.entry_table import Record
-from mac_rag.memory.views.base_reader import prior_summary
-from mac_rag.memory.views.overview import put_with_overview
-from mac_rag.memory.views.projection import ProjectedBank
 from mac_rag.nn.aggregation import AggregationNetwork
 from mac_rag.nn.attended_bank import AttendedBank
 from mac_rag.nn.attention import Partial, partial_attention
@@ -82,11 +81,11 @@ class Shard:
                 with `create`, if it already holds a bank.
         """
         if create:
-            MemoryBank.create(self.folder, self.fingerprint).close()
+            MemoryBank.create(self._file, self.fingerprint).close()
             self.mark.write(self.folder / MARK)
         read_mark(self.folder).check(self.mark, self.folder)
         self.network.to(self.device).eval()
-        self.bank = MemoryBank.open(self.folder, write=self.write, fingerprint=self.fingerprint)
+        self.bank = MemoryBank.open(self._file, write=self.write, fingerprint=self.fingerprint)
         own = shards_of(self.bank.id_hashes, self.mark.shards) == self.mark.number
         if not own.all():
             foreign = next(name for name in self.bank.document_ids if self._owner(name) != self.mark.number)
@@ -96,6 +95,10 @@ class Shard:
                 f"{self._owner(foreign)}; put the folder of the right shard there"
             )
         return self.contents()
+
+    @property
+    def _file(self) -> Path:
+        return self.folder / "bank.mac"
 
     def _owner(self, document_id: str) -> int:
         return shard_of(document_id, self.mark.shards)
@@ -270,7 +273,7 @@ class Shard:
     def prior_summary(self, question: ShardQuestion) -> Array:
         """The largest document prior of the shard's rows, and the log-sum-exp of all their priors, `[B, 2]`.
 
-        See `mac_rag.memory.views.base_reader.prior_summary`.
+        See `mac_rag.bank.base_reader.prior_summary`.
 
         Args:
             question: the questions, with their prior queries.
@@ -340,17 +343,20 @@ class Shard:
         self.bank.rollback()
         return ShardChange(self._version)
 
-    def prepare(self) -> None:
-        """See `MemoryBank.prepare`."""
-        self.bank.prepare()
-
     def commit(self) -> None:
         """See `MemoryBank.commit`."""
+        self._let_go()
         self.bank.commit()
 
     def compact(self) -> None:
         """See `MemoryBank.compact`."""
+        self._let_go()
         self.bank.compact()
+
+    def _let_go(self) -> None:
+        """Releases the state that was asked about last, unless somebody still uses it."""
+        if self._view is not None and self._view.bank.version not in self._snapshots:
+            self._view.bank.release()
 
     def refresh(self, kept: Collection[int]) -> ShardContents | None:
         """See `MemoryBank.refresh`; None if there was no other commit."""

@@ -19,9 +19,9 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from torch import Tensor
 
 from mac_rag.atomic_files import sealed, sync_folder, unsealed, write_file
+from mac_rag.bank.database import database_errors
+from mac_rag.bank.interface import Intent
 from mac_rag.errors import BankError, DamageError, FingerprintError
-from mac_rag.memory.storage.folder import file_errors
-from mac_rag.memory.storage.manifest import Intent
 from mac_rag.shipped_models import describe
 from mac_rag.untrusted_files import MalformedError, read_text_bytes
 
@@ -55,7 +55,7 @@ class _SealedFile(BaseModel):
         Raises:
             BankError: if the disk refuses it.
         """
-        with file_errors(path.parent, "written"):
+        with database_errors(path.parent, "written"):
             write_file(path, [sealed(self.model_dump(mode="json"))])
             sync_folder(path.parent)
 
@@ -72,7 +72,7 @@ class _SealedFile(BaseModel):
             DamageError: if it is not what was written.
         """
         try:
-            with file_errors(path.parent, "read"):
+            with database_errors(path.parent, "read"):
                 if not path.exists():
                     raise BankError(missing)
                 return cls.model_validate(unsealed(read_text_bytes(path, _LARGEST)))

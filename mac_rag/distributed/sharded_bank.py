@@ -12,6 +12,10 @@ from weakref import WeakSet
 import torch
 from torch import Tensor
 
+from mac_rag.bank.bank import MemoryBank
+from mac_rag.bank.directory import Timeline
+from mac_rag.bank.entries import described_members
+from mac_rag.bank.interface import Intent
 from mac_rag.data.types import Document
 from mac_rag.distributed.directory import ShardDirectory
 from mac_rag.distributed.messages import ShardChange, ShardContents, to_array
@@ -20,10 +24,6 @@ from mac_rag.distributed.shard_files import SHARDS
 from mac_rag.distributed.sharded_contents import ShardedContents
 from mac_rag.distributed.transport import ActorOptions, RayShards, Request, ShardSettings, StartShards, WatchedShards
 from mac_rag.errors import BankError, ShardLostError
-from mac_rag.memory.bank import MemoryBank
-from mac_rag.memory.entries import described_members
-from mac_rag.memory.known_documents import Timeline
-from mac_rag.memory.storage.manifest import Intent
 
 if TYPE_CHECKING:
     from mac_rag.config import AttentionConfig
@@ -42,7 +42,7 @@ class ShardedSnapshot(ShardedContents):
         return super().timeline
 
     def reader(self, model: MACModel, config: AttentionConfig) -> ShardedReader:
-        """See `mac_rag.memory.views.base_reader.BringsReader`."""
+        """See `mac_rag.bank.base_reader.BringsReader`."""
         return ShardedReader(model, self, config)
 
 
@@ -265,15 +265,6 @@ class ShardedBank(ShardedContents):
             raise errors[0]
         return outcomes
 
-    def prepare(self) -> None:
-        """Prepares the next commit on disk; see `MemoryBank.prepare`.
-
-        Raises:
-            BankError: as `commit`.
-        """
-        self._check_changeable()
-        self.shards.done({number: Request("prepare") for number in sorted(self._dirty)})
-
     def commit(self, intent: Intent | None = None) -> None:
         """Writes all changes to disk, shard by shard.
 
@@ -282,7 +273,7 @@ class ShardedBank(ShardedContents):
 
         Raises:
             BankError: if the bank is not open for writing, or a shard or the disk refuses the write. Other shards may
-                have committed: commit the rest later, or call `rollback` and repeat the change.
+                have committed: call `rollback` and repeat the change.
             ShardLostError: if a shard is lost. Call `rollback` and repeat the change.
         """
         self._check_changeable()
@@ -290,9 +281,7 @@ class ShardedBank(ShardedContents):
         if self._dirty and announced != self.intent:
             self._announce(announced)
         if self._must_finish and intent is not None and intent != self.intent:
-            raise BankError(
-                f"{self.folder} has committed only a part of a change; call adapt or reconcile to finish it"
-            )
+            raise BankError(f"{self.path} has committed only a part of a change; call adapt or reconcile to finish it")
         failed = self._commit_shards()
         if failed is not None:
             raise failed
@@ -306,7 +295,9 @@ class ShardedBank(ShardedContents):
         errors = [outcome for outcome in outcomes.values() if isinstance(outcome, Exception)]
         with self._look:
             for number, outcome in outcomes.items():
-                if not isinstance(outcome, Exception):
+                if isinstance(outcome, Exception):
+                    self._undone.add(number)
+                else:
                     self._dirty.discard(number)
                     self._on_disk[number] = self.directories[number].copy()
             self._committed = self._snapshot_of(self._on_disk)
@@ -392,11 +383,11 @@ class ShardedBank(ShardedContents):
 
     def _check_changeable(self) -> None:
         if not self.writable:
-            raise BankError(f"{self.folder} is not open for writing; open it with write=True")
+            raise BankError(f"{self.path} is not open for writing; open it with write=True")
         self.shards.take_restarted(self._take, wait=True)
         if self._undone:
             raise BankError(
-                f"a change of {self.folder} failed in shard {', '.join(map(str, sorted(self._undone)))}; call "
+                f"a change of {self.path} failed in shard {', '.join(map(str, sorted(self._undone)))}; call "
                 "rollback() and repeat the change"
             )
 

@@ -8,14 +8,15 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from mac_rag.bank.bank import rows_allowed
+from mac_rag.bank.directory import Record, Timeline
+from mac_rag.bank.interface import BankContents
+from mac_rag.bank.known_documents import KnownDocuments
 from mac_rag.distributed.directory import ShardDirectory, ShardedEntry
 from mac_rag.distributed.messages import Version
 from mac_rag.distributed.shard_files import check_fingerprint, shard_of
 from mac_rag.distributed.transport import Request, WatchedShards
 from mac_rag.errors import BankError
-from mac_rag.memory.contents import rows_allowed
-from mac_rag.memory.entry_table import Record
-from mac_rag.memory.known_documents import KnownDocuments, Timeline
 
 
 class ShardedContents:
@@ -36,7 +37,6 @@ class ShardedContents:
     """
 
     keep_texts = False
-    secure_delete = False
 
     def __init__(
         self,
@@ -47,7 +47,7 @@ class ShardedContents:
         partial_answers: bool,
     ) -> None:
         self.shards = shards
-        self.folder: Path = shards.folder
+        self.path: Path = shards.folder
         self.fingerprint = fingerprint
         self.directories = list(directories)
         self.version = version
@@ -81,7 +81,7 @@ class ShardedContents:
         Raises:
             FingerprintError: if the fingerprints differ; the message names both.
         """
-        check_fingerprint(self.folder, self.fingerprint, fingerprint)
+        check_fingerprint(self.path, self.fingerprint, fingerprint)
 
     @property
     def document_ids(self) -> list[str]:
@@ -114,9 +114,12 @@ class ShardedContents:
             return allowed.rows_of(self)
         return rows_allowed(self.row_members, allowed)
 
-    def is_textless(self, document_id: str) -> bool:
-        """Always False: shards store no texts, so they can have lost none."""
-        return False
+    def renewed(self, former: BankContents) -> BankContents:
+        """These contents: they hold nothing in this process."""
+        return self
+
+    def release(self) -> None:
+        """Does nothing; see `mac_rag.bank.bank.Snapshot.release`."""
 
     def __getitem__(self, document_id: str) -> ShardedEntry:
         directory = self._directory(document_id)

@@ -19,10 +19,9 @@ from safetensors import SafetensorError
 from safetensors.torch import load, save
 from torch import Tensor
 
-from mac_rag.atomic_files import UNFINISHED, make_folder, remove_file, sync_folder, write_file
+from mac_rag.atomic_files import UNFINISHED, make_folder, sync_folder, write_file
+from mac_rag.bank.database import PART_BITS, WriterLock
 from mac_rag.errors import BankError, DamageError
-from mac_rag.memory.parts import PART_BITS
-from mac_rag.memory.storage.lock import LOCK, WriterLock
 from mac_rag.untrusted_files import MalformedError, read_file
 
 _BLOCK = re.compile(r"block-(?P<key>[0-9a-f]{64})-(?P<digest>[0-9a-f]{64})\.safetensors")
@@ -65,19 +64,17 @@ class Staging:
 
     Args:
         bank: folder of the bank.
-        secure_delete: True to overwrite blocks before they are removed.
 
     Raises:
         BankError: if the folder cannot be made, or another process uses it.
     """
 
-    def __init__(self, bank: Path, *, secure_delete: bool) -> None:
+    def __init__(self, bank: Path) -> None:
         bank = bank.resolve()
         self.folder = bank.with_name(f"{bank.name}.staging")
-        self._secure_delete = secure_delete
         try:
             make_folder(self.folder)
-            self._lock = WriterLock(self.folder)
+            self._lock = WriterLock(self.folder, wait=0)
         except OSError as error:
             raise BankError(f"{self.folder}, for the blocks of {bank}, cannot be made: {error.strerror}") from error
 
@@ -124,13 +121,12 @@ class Staging:
 
     def drop(self, name: str) -> None:
         """Removes a block."""
-        remove_file(self.folder / name, secure_delete=self._secure_delete)
+        (self.folder / name).unlink(missing_ok=True)
 
     def remove(self) -> None:
         """Removes all blocks, and the folder if nothing else is in it."""
         self.discard()
         self._lock.release()
-        (self.folder / LOCK).unlink(missing_ok=True)
         if not _names(self.folder):
             self.folder.rmdir()
 

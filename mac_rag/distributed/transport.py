@@ -22,7 +22,6 @@ from mac_rag.distributed.shard_files import (
     shard_folder,
 )
 from mac_rag.errors import BankError, ConfigError, MACError, ShardLostError
-from mac_rag.memory.bank import MemoryBank
 from mac_rag.nn.aggregation import AggregationNetwork
 
 if TYPE_CHECKING:
@@ -97,7 +96,7 @@ class ShardSettings:
         """
         if not 1 <= shards <= MOST_SHARDS:
             raise ConfigError(f"shards is {shards}; choose 1 to {MOST_SHARDS}")
-        if (folder / SHARDS).exists() or MemoryBank.exists(folder):
+        if (folder / SHARDS).exists() or folder.is_file():
             raise BankError(f"{folder} already holds a bank; open it, or choose another folder")
         manifest = ShardsManifest(name=secrets.token_hex(16), fingerprint=model.fingerprint, shards=shards)
         return cls(folder, manifest, _network_of(model), write=True)

@@ -172,8 +172,8 @@ class Amortizer:
             return _error(error)
 
     def _amortize(self, group: Group) -> str:
+        from mac_rag.bank.bank import MemoryBank
         from mac_rag.distributed.staging import Block, write_block
-        from mac_rag.memory.bank import MemoryBank
 
         new = group.new(group.read(self._job.files))
         key = self._job.key(group)

@@ -17,14 +17,14 @@ from typing import Any, Generic, NoReturn, ParamSpec, TypeVar
 from uuid import uuid4
 from weakref import WeakKeyDictionary
 
+from mac_rag.bank.interface import Bank, BankContents, Entry
+from mac_rag.bank.known_documents import KnownDocuments
 from mac_rag.data.dates import AsOf, moment_of_question
 from mac_rag.data.types import Answer
 from mac_rag.engine import MACEngine
 from mac_rag.errors import InstructionError, MACError
 from mac_rag.lm.chat import Message
 from mac_rag.lm.decoding import Sampling
-from mac_rag.memory.interface import Bank, BankContents, Entry
-from mac_rag.memory.known_documents import KnownDocuments
 from mac_rag.model import MACModel
 from mac_rag.sources import source_record
 
@@ -76,7 +76,7 @@ def warn_of_empty_bank(what: str, bank: BankContents) -> None:
         what: the consequence, which begins the message.
         bank: the bank.
     """
-    place = "in this process's memory" if bank.folder is None else f"{bank.folder}"
+    place = "in this process's memory" if bank.path is None else f"{bank.path}"
     if first_time(f"empty bank {place}"):
         logger.warning(
             "%s: the memory bank %s is empty: it is not filled yet, or lost; open the bank that was filled, or fill "

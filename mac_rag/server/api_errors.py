@@ -13,6 +13,7 @@ from mac_rag.errors import (
     DataError,
     DocumentError,
     FingerprintError,
+    FullDiskError,
     InstructionError,
     MACError,
     PromptError,
@@ -79,6 +80,8 @@ def no_such_model(name: str) -> APIError:
 def error_of(error: MACError) -> APIError:
     """The response to an error of the library. It never holds a path of the server."""
     message = _PATH.sub("(a folder of the server)", str(error))
+    if isinstance(error, FullDiskError):
+        return APIError(507, "the server's disk is full, so nothing was changed; try again later", code="disk_full")
     if isinstance(error, DamageError | FingerprintError | ShardLostError):
         return APIError(503, _OURS, code="bank_unavailable")
     if isinstance(error, DocumentError | DataError | ConfigError | PromptError | InstructionError):

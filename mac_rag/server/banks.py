@@ -54,9 +54,7 @@ def routes(service: Service) -> APIRouter:
         """Makes an empty bank."""
 
         def work(_: object) -> dict[str, Any]:
-            bank = service.create_bank(
-                body.name, who, retriever=body.retriever, keep_texts=body.keep_texts, secure=body.secure_delete
-            )
+            bank = service.create_bank(body.name, who, retriever=body.retriever, keep_texts=body.keep_texts)
             return bank.info()
 
         return await service.writes.run(work)

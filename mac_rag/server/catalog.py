@@ -16,19 +16,18 @@ from typing import Any
 from mac_rag.atomic_files import (
     make_folder,
     make_writable_folder,
-    remove_file,
     sealed,
     sync_folder,
     unsealed,
     write_text,
 )
+from mac_rag.bank.bank import MemoryBank
+from mac_rag.bank.copies import backup
+from mac_rag.bank.interface import Bank
 from mac_rag.data.types import Document
 from mac_rag.distributed.shard_files import SHARDS
 from mac_rag.engine import MACEngine
 from mac_rag.errors import BankError, ConfigError, MACError
-from mac_rag.memory.bank import MemoryBank
-from mac_rag.memory.interface import Bank
-from mac_rag.memory.storage.backup import backup
 from mac_rag.model import MACModel
 from mac_rag.retrieval.base import Hit, Retriever
 from mac_rag.retrieval.registry import make_retriever
@@ -61,8 +60,9 @@ def check_bank_name(name: str) -> None:
 class BankCatalog:
     """The banks in a folder, all open for writing. Thread-safe.
 
-    A bank is `banks/NAME`, with the folders `bank` and `retriever`. It gets its name when it is complete, and loses the
-    name before it is removed. The next start removes what a killed process has left of either step.
+    A bank is `banks/NAME`, with `bank`, a file or, for a bank in shards, a folder, and the folder `retriever`. It gets
+    its name when it is complete, and loses the name before it is removed. The next start removes what a killed process
+    has left of either step.
 
     Args:
         folder: the server's folder.
@@ -125,16 +125,13 @@ class BankCatalog:
                 raise no_such_bank(name)
             return self._banks[name]
 
-    def create(
-        self, name: str, *, retriever: str, keep_texts: bool | None = None, secure_delete: bool = False
-    ) -> ServedBank:
+    def create(self, name: str, *, retriever: str, keep_texts: bool | None = None) -> ServedBank:
         """Makes an empty bank.
 
         Args:
             name: its name.
             retriever: one of `RETRIEVERS`.
             keep_texts: True to keep texts; None to keep them if the bank can.
-            secure_delete: see `MemoryBank`.
 
         Raises:
             APIError: 400 for an invalid name, or for an option that a bank in shards does not have; 409 for a name
@@ -146,12 +143,8 @@ class BankCatalog:
             raise APIError(
                 400, f"unknown retriever {retriever!r:.40}; choose one of {', '.join(RETRIEVERS)}", param="retriever"
             )
-        if self._shards is not None and (keep_texts or secure_delete):
-            raise APIError(
-                400,
-                "a bank in shards can neither keep texts nor delete securely; leave out keep_texts and secure_delete",
-                param="keep_texts" if keep_texts else "secure_delete",
-            )
+        if self._shards is not None and keep_texts:
+            raise APIError(400, "a bank in shards keeps no texts; leave out keep_texts", param="keep_texts")
         with self._lock:
             place = self._banks_folder / name
             if name in self._banks or place.exists():
@@ -161,7 +154,7 @@ class BankCatalog:
             new = self._banks_folder / f".new-{token_hex(8)}"
             try:
                 make_folder(new)
-                self._create_bank(new / "bank", keep_texts is not False, secure_delete)
+                self._create_bank(new / "bank", keep_texts is not False)
                 write_text(new / _SETTINGS, sealed({"retriever": retriever}).decode())
                 if retriever != "none":
                     StoredRetriever(retriever, new / "retriever").save(new / "retriever")
@@ -173,14 +166,13 @@ class BankCatalog:
             self._banks[name] = self._open(name)
             return self._banks[name]
 
-    def _create_bank(self, folder: Path, keep_texts: bool, secure_delete: bool) -> None:
+    def _create_bank(self, place: Path, keep_texts: bool) -> None:
         if self._shards is not None:
             from mac_rag.distributed import ShardedBank
 
-            ShardedBank.create(folder, self._model, shards=self._shards).close()
+            ShardedBank.create(place, self._model, shards=self._shards).close()
         else:
-            fingerprint = self._model.fingerprint
-            MemoryBank.create(folder, fingerprint, keep_texts=keep_texts, secure_delete=secure_delete).close()
+            MemoryBank.create(place, self._model.fingerprint, keep_texts=keep_texts).close()
 
     def delete(self, name: str) -> None:
         """Deletes a bank and all of its documents, after the running change. Running questions are finished.
@@ -189,7 +181,6 @@ class BankCatalog:
             APIError: 404 for an unknown name.
         """
         bank = self.get(name)
-        secure = bank.bank.secure_delete
         with self._lock:
             if self._banks.pop(name, None) is not bank:
                 raise no_such_bank(name)
@@ -197,7 +188,7 @@ class BankCatalog:
         gone = self._banks_folder / f".deleted-{token_hex(8)}"
         (self._banks_folder / name).rename(gone)
         sync_folder(self._banks_folder)
-        _remove_all(gone, secure_delete=secure)
+        _remove_all(gone)
 
     def back_up(self, name: str) -> tuple[str, int]:
         """Copies the last commit of a bank to the server's folder of backups.
@@ -211,8 +202,8 @@ class BankCatalog:
         moment = datetime.now(UTC).strftime("%Y%m%dT%H%M%S")
         label = f"{name}.{moment}.{token_hex(3)}"
         make_folder(self._backups)
-        assert bank.bank.folder is not None
-        return label, backup(bank.bank.folder, self._backups / label)
+        assert bank.bank.path is not None
+        return label, backup(bank.bank.path, self._backups / label)
 
     def close(self) -> None:
         """Closes all banks, each after its running change."""
@@ -259,12 +250,8 @@ def _read_settings(path: Path) -> str:
     return str(retriever)
 
 
-def _remove_all(place: Path, *, secure_delete: bool = False) -> None:
+def _remove_all(place: Path) -> None:
     """Removes a folder that is no bank any more; what the system refuses to remove is left for the next start."""
-    if secure_delete:
-        for file in place.rglob("*"):
-            if file.is_file() and not file.is_symlink():
-                remove_file(file, secure_delete=True)
     shutil.rmtree(place, ignore_errors=True)
 
 

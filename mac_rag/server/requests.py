@@ -156,7 +156,6 @@ class NewBank(Body):
     name: str = Field(max_length=256)
     retriever: str = "bm25"
     keep_texts: bool | None = None
-    secure_delete: bool = False
 
 
 class NewDocument(Body):

@@ -8,15 +8,15 @@ from itertools import islice
 from secrets import token_hex
 from typing import Any
 
+from mac_rag.bank.bank import MemoryBank
+from mac_rag.bank.interface import Bank
+from mac_rag.bank.metadata_filters import Filters, fits
 from mac_rag.data.dates import ALWAYS, written
 from mac_rag.data.provenance import Member
 from mac_rag.data.types import AdaptReport, Document
 from mac_rag.distributed.sharded_contents import ShardedContents
 from mac_rag.engine import MACEngine
 from mac_rag.errors import MACError
-from mac_rag.memory.bank import MemoryBank
-from mac_rag.memory.interface import Bank
-from mac_rag.memory.metadata_filters import Filters, fits
 from mac_rag.server.api_errors import APIError
 
 _REMEMBERED_FILTERS = 32
@@ -69,7 +69,6 @@ class ServedBank:
             "shards": len(bank.directories) if isinstance(bank, ShardedContents) else None,
             "retriever": self.retriever,
             "keep_texts": bank.keep_texts,
-            "secure_delete": bank.secure_delete,
             "model": bank.fingerprint,
         }
 
@@ -105,7 +104,7 @@ class ServedBank:
         return document_id in self.engine.snapshot or (retriever is not None and document_id in retriever)
 
     def compact(self) -> None:
-        """Removes what is left of deleted documents from the disk."""
+        """Makes the bank's file as small as its contents."""
         with self._change():
             self.engine.compact()
 

@@ -142,9 +142,7 @@ class Service:
         """The banks that a principal may see."""
         return [bank for bank in self.catalog.served() if who.sees(bank.name)]
 
-    def create_bank(
-        self, name: str, who: Principal, *, retriever: str, keep_texts: bool | None, secure: bool
-    ) -> ServedBank:
+    def create_bank(self, name: str, who: Principal, *, retriever: str, keep_texts: bool | None) -> ServedBank:
         """Makes a bank.
 
         Raises:
@@ -154,7 +152,7 @@ class Service:
             raise APIError(
                 403, f"this key may not make a bank {name!r:.80}; choose a name that matches {' or '.join(who.banks)}"
             )
-        bank = self.catalog.create(name, retriever=retriever, keep_texts=keep_texts, secure_delete=secure)
+        bank = self.catalog.create(name, retriever=retriever, keep_texts=keep_texts)
         bank.engine.on_batch = self.metrics.batch
         self.audit.note(who.name, "bank.create", name, retriever=retriever)
         return bank

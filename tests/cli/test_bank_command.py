@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 from mac_rag.data.types import Document
-from mac_rag.memory import MemoryBank
+from mac_rag.bank import MemoryBank
 from tests.cli.helpers import refusal, run
 
 

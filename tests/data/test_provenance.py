@@ -12,11 +12,11 @@ from mac_rag.data.provenance import Member
 from mac_rag.data.types import Document
 from mac_rag.engine import MACEngine
 from mac_rag.errors import BankError, DocumentError, MACError
-from mac_rag.memory import MemoryBank
+from mac_rag.bank import MemoryBank
 from mac_rag.model import MACModel
 from mac_rag.retrieval import BM25Retriever
 from mac_rag.retrieval.base import check_documents
-from tests.memory.helpers import memory
+from tests.bank.helpers import memory
 
 RECURSIVE: dict[str, Any] = {}
 RECURSIVE["itself"] = RECURSIVE

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.memory.helpers import fast_folder
+from tests.bank.helpers import fast_folder
 
 
 @pytest.fixture

@@ -16,10 +16,10 @@ from mac_rag.distributed.shard import Shard
 from mac_rag.distributed.sharded_bank import ShardedBank
 from mac_rag.distributed.transport import LostShard, Request, ShardSettings
 from mac_rag.errors import MACError
-from mac_rag.memory import MemoryBank
-from mac_rag.memory.views.base_reader import Reader
-from mac_rag.memory.views.overview import layout_for
-from mac_rag.memory.views.reader import reader_of
+from mac_rag.bank import MemoryBank
+from mac_rag.bank.base_reader import Reader
+from mac_rag.bank.overview import layout_for
+from mac_rag.bank.reader import reader_of
 from mac_rag.model import MACModel
 
 

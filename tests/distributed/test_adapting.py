@@ -23,7 +23,7 @@ from mac_rag.distributed.adapting import BulkAdapter
 from mac_rag.distributed.cluster import connected_ray
 from mac_rag.engine import MACEngine
 from mac_rag.errors import BankError, ConfigError, DataError, DocumentError, MACError, WorkerError
-from mac_rag.memory.bank import MemoryBank
+from mac_rag.bank.bank import MemoryBank
 from mac_rag.model import MACModel
 from mac_rag.retrieval.bm25 import BM25Retriever
 from tests.cli.helpers import run

@@ -13,7 +13,7 @@ from mac_rag.distributed.shard_files import shard_folder
 from mac_rag.errors import BankError, ConfigError, DamageError, FingerprintError
 from mac_rag.model import MACModel
 from tests.distributed.local_shards import documents, made, opened
-from tests.memory.helpers import random_rows
+from tests.bank.helpers import random_rows
 
 
 @pytest.fixture

@@ -18,7 +18,7 @@ from mac_rag.model import MACModel
 from mac_rag.retrieval.bm25 import BM25Retriever
 from mac_rag.sync import difference
 from tests.distributed.local_shards import assert_read_alike, documents, local, made, opened
-from tests.memory.helpers import random_rows
+from tests.bank.helpers import random_rows
 
 QUESTIONS = ["Who opened the bridge?", "Where is the museum?"]
 BEFORE = [Document(f"text {n}", f"Ada Voss has opened bridge number {n} of the town.") for n in range(6)]

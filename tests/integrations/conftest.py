@@ -15,7 +15,7 @@ from llama_index_instrumentation import root_dispatcher
 from mac_rag.data.types import Document as MACDocument
 from mac_rag.engine import MACEngine
 from mac_rag.integrations.llama_index import MACLLM
-from mac_rag.memory import MemoryBank
+from mac_rag.bank import MemoryBank
 from mac_rag.model import MACModel
 from tests.helpers import copy_of
 from tests.integrations.helpers import FACTS, NEWS, EventLog, HashEmbedding, RecordingEngine, forget_warnings

@@ -21,7 +21,7 @@ from pydantic import BaseModel
 from mac_rag.data.types import Document
 from mac_rag.errors import BankError, ConfigError, DocumentError, FingerprintError, MACError, ModelLoadError
 from mac_rag.integrations.llama_index import MACLLM
-from mac_rag.memory.bank import MemoryBank
+from mac_rag.bank.bank import MemoryBank
 from mac_rag.model import MACModel
 from tests.integrations.helpers import FACTS, QUESTION, EventLog, RecordingEngine, reference, user
 

@@ -17,7 +17,7 @@ from llama_index.core.schema import MetadataMode
 
 from mac_rag.errors import BankError, DocumentError, FingerprintError, MACError
 from mac_rag.integrations.llama_index import MemoryWriter
-from mac_rag.memory.bank import MemoryBank
+from mac_rag.bank.bank import MemoryBank
 from mac_rag.model import MACModel
 from tests.integrations.helpers import FACTS, HashEmbedding, RecordingEngine, facts
 

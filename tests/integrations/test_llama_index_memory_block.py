@@ -20,7 +20,7 @@ from mac_rag.engine import MACEngine
 from mac_rag.errors import ConfigError
 from mac_rag.integrations.llama_index import MACMemoryBlock, MACRetriever, MemoryWriter
 from mac_rag.integrations.llama_index.memory_block import _Session
-from mac_rag.memory import MemoryBank
+from mac_rag.bank import MemoryBank
 from mac_rag.model import MACModel
 from mac_rag.retrieval import BM25Retriever
 

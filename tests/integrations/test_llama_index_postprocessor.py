@@ -23,7 +23,7 @@ from llama_index.vector_stores.chroma import ChromaVectorStore
 from mac_rag.data.types import Document as MACDocument
 from mac_rag.errors import ConfigError, FingerprintError, MACError
 from mac_rag.integrations.llama_index import MACLLM, MACNodePostprocessor, MemoryWriter
-from mac_rag.memory.bank import MemoryBank
+from mac_rag.bank.bank import MemoryBank
 from mac_rag.model import MACModel
 from tests.integrations.helpers import FACTS, QUESTION, EventLog, HashEmbedding, RecordingEngine, scored
 

@@ -14,7 +14,7 @@ from mac_rag.config import AttentionConfig
 from mac_rag.data.types import Document
 from mac_rag.engine import MACEngine
 from mac_rag.integrations.llama_index import MACLLM, MACSynthesizer
-from mac_rag.memory import MemoryBank
+from mac_rag.bank import MemoryBank
 from mac_rag.model import MACModel
 from mac_rag.model.calibration import Calibration
 from tests.integrations.helpers import FACTS, QUESTION

@@ -11,7 +11,7 @@ from mac_rag.data.metrics import f1
 from mac_rag.data.types import Document
 from mac_rag.engine import MACEngine
 from mac_rag.errors import FingerprintError, ModelLoadError
-from mac_rag.memory import MemoryBank
+from mac_rag.bank import MemoryBank
 from mac_rag.model import MACModel
 from mac_rag.model.checkpoint import SHIPPED, find
 from mac_rag.retrieval.registry import make_retriever

@@ -13,7 +13,7 @@ from mac_rag.config import AggregationConfig, AttentionConfig, ModulationConfig,
 from mac_rag.data.types import Document
 from mac_rag.engine import MACEngine
 from mac_rag.errors import ConfigError
-from mac_rag.memory import MemoryBank
+from mac_rag.bank import MemoryBank
 from mac_rag.model import MACModel
 from pipelines.objective import Batch, LossWeights, mac_loss
 from pipelines.tasks.fit_recency import with_recency_term

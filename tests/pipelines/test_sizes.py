@@ -23,7 +23,7 @@ from mac_rag.config import BaseLMConfig, EncoderConfig, MACConfig, ModulationCon
 from mac_rag.data.types import Document
 from mac_rag.engine import MACEngine
 from mac_rag.errors import ConfigError, ModelLoadError
-from mac_rag.memory import MemoryBank
+from mac_rag.bank import MemoryBank
 from mac_rag.model import MACModel
 from mac_rag.model.presets import PAPER, PRESETS, SMALL, preset, sized_for
 from mac_rag.nn.modulation import PrefixTuning

@@ -11,7 +11,7 @@ import sys
 
 import torch
 
-from tests.memory.helpers import fast_folder
+from tests.bank.helpers import fast_folder
 from tests.torture.part import PARTS, make
 from tests.torture.runner import run
 

@@ -23,11 +23,11 @@ from mac_rag.data.newswire.generate import generate
 from mac_rag.data.types import Document
 from mac_rag.engine import MACEngine
 from mac_rag.errors import BankError
-from mac_rag.memory import MemoryBank
-from mac_rag.memory.storage.backup import backup, restore
-from mac_rag.memory.storage.lock import LOCK
-from mac_rag.memory.storage.manifest import MANIFEST, MANIFEST_COPY, read_manifest
-from mac_rag.memory.storage.repair import verify
+from mac_rag.bank import MemoryBank
+from mac_rag.bank.copies import backup, restore
+from mac_rag.bank.storage.lock import LOCK
+from mac_rag.bank.storage.manifest import MANIFEST, MANIFEST_COPY, read_manifest
+from mac_rag.bank.verify import verify
 from mac_rag.model import MACModel
 from mac_rag.retrieval import BM25Retriever
 from mac_rag.sync import difference

@@ -20,8 +20,8 @@ from mac_rag.config import BoundConfig
 from mac_rag.engine import MACEngine
 from mac_rag.errors import MACError
 from mac_rag.integrations.llama_index import MemoryWriter
-from mac_rag.memory import MemoryBank
-from mac_rag.memory.storage.repair import verify
+from mac_rag.bank import MemoryBank
+from mac_rag.bank.verify import verify
 from mac_rag.model import MACModel
 from mac_rag.retrieval import BM25Retriever, DenseRetriever
 from tests.faults import Faults, faults

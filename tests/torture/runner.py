@@ -17,7 +17,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from tests.memory.helpers import fast_folder
+from tests.bank.helpers import fast_folder
 from tests.torture.part import Part, failure_of, make
 from tests.torture.progress import FOLDER, Progress, commit
 

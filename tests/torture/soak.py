@@ -24,10 +24,10 @@ from typing import Any, TypeAlias
 
 from mac_rag.data.types import Document
 from mac_rag.engine import MACEngine
-from mac_rag.memory import MemoryBank
-from mac_rag.memory.contents import Contents
-from mac_rag.memory.storage.backup import backup
-from mac_rag.memory.storage.repair import verify
+from mac_rag.bank import MemoryBank
+from mac_rag.bank.bank import Contents
+from mac_rag.bank.copies import backup
+from mac_rag.bank.verify import verify
 from mac_rag.model import MACModel
 from mac_rag.retrieval import BM25Retriever
 from tests.torture.changes import leftovers, small_model

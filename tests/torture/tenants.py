@@ -17,10 +17,10 @@ from mac_rag.data.newswire.generate import generate
 from mac_rag.data.types import Document
 from mac_rag.engine import MACEngine
 from mac_rag.errors import BankError
-from mac_rag.memory import MemoryBank
-from mac_rag.memory.views.reader import BankReader
+from mac_rag.bank import MemoryBank
+from mac_rag.bank.reader import BankReader
 from mac_rag.retrieval import BM25Retriever
-from tests.memory.helpers import READINGS, ROUNDING, random_rows
+from tests.bank.helpers import READINGS, ROUNDING, random_rows
 from tests.retrieval.helpers import RETRIEVERS
 from tests.torture.changes import small_model
 from tests.torture.part import Part

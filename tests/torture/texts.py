@@ -24,7 +24,7 @@ from mac_rag.data.types import Document
 from mac_rag.engine import MACEngine
 from mac_rag.errors import BankError, DocumentError, MACError
 from mac_rag.integrations.llama_index import MACLLM, MACNodePostprocessor, MACVectorStore, MemoryWriter
-from mac_rag.memory import MemoryBank
+from mac_rag.bank import MemoryBank
 from mac_rag.model import MACModel
 from mac_rag.retrieval import BM25Retriever
 from mac_rag.untrusted_files import ROW

@@ -18,6 +18,7 @@ from pydantic import Field, PrivateAttr, model_validator
 
 from mac_rag import DEFAULT_MODEL
 from mac_rag.asking import conversation_prompt
+from mac_rag.bank.metadata_filters import Filters
 from mac_rag.data.types import Answer, Source
 from mac_rag.engine import MACEngine
 from mac_rag.errors import BankError, MACError, PromptError
@@ -41,7 +42,6 @@ from mac_rag.integrations.langchain.documents import WhereMetadata, check_names,
 from mac_rag.lm.chat import Message
 from mac_rag.lm.decoding import Sampling
 from mac_rag.lm.prompt import FittedPrompt
-from mac_rag.memory.metadata_filters import Filters
 from mac_rag.sources import source_record, texts_read
 
 

@@ -15,12 +15,12 @@ from langchain_core.documents import Document as LangChainDocument
 from langchain_core.retrievers import BaseRetriever
 from pydantic import BaseModel, Field, PrivateAttr, model_validator
 
+from mac_rag.bank.metadata_filters import Filters, fits
 from mac_rag.data.dates import AsOf
 from mac_rag.data.types import Document, Source
 from mac_rag.engine import MACEngine
 from mac_rag.errors import BankError, ConfigError, DocumentError
 from mac_rag.integrations.framework import ATTENTION, PassingDocuments, in_thread, remembers
-from mac_rag.memory.metadata_filters import Filters, fits
 from mac_rag.retrieval.base import check_k
 
 Documents: TypeAlias = Iterable[LangChainDocument]
@@ -130,7 +130,7 @@ class WhereMetadata(PassingDocuments[Filters]):
         return self._key
 
     def passes(self, document_id: str, metadata: Mapping[str, Any]) -> bool:
-        """True if the metadata match; see `mac_rag.memory.metadata_filters.fits`."""
+        """True if the metadata match; see `mac_rag.bank.metadata_filters.fits`."""
         return fits(metadata, self.filters)
 
 

@@ -14,12 +14,12 @@ from llama_index.core.bridge.pydantic import Field, PrivateAttr
 from llama_index.core.memory.memory import BaseMemoryBlock
 from llama_index.core.utils import get_tokenizer
 
+from mac_rag.bank.interface import BankContents
 from mac_rag.data.types import Document
 from mac_rag.engine import MACEngine
 from mac_rag.errors import ConfigError
 from mac_rag.integrations.framework import in_thread
 from mac_rag.integrations.llama_index.retriever import kept_text
-from mac_rag.memory.interface import BankContents
 
 # Roles whose messages are remembered; the others are instructions, and calls and results of tools.
 _REMEMBERED = (MessageRole.USER, MessageRole.ASSISTANT)
@@ -42,7 +42,7 @@ class MACMemoryBlock(BaseMemoryBlock[str]):
     Examples:
         >>> import asyncio
         >>> from llama_index.core.llms import ChatMessage
-        >>> from mac_rag.memory import MemoryBank
+        >>> from mac_rag.bank import MemoryBank
         >>> from mac_rag.model import MACModel
         >>> model = MACModel.from_pretrained("mac-tiny")
         >>> block = MACMemoryBlock(MACEngine(model, MemoryBank(model.fingerprint, keep_texts=True)), token_limit=16)

@@ -16,6 +16,7 @@ from llama_index.core.schema import BaseNode, NodeRelationship, NodeWithScore, Q
 from llama_index.core.storage.docstore import BaseDocumentStore
 from llama_index.core.vector_stores.types import MetadataFilter, MetadataFilters
 
+from mac_rag.bank.interface import BankContents
 from mac_rag.data.characters import shown_id
 from mac_rag.data.dates import AsOf
 from mac_rag.data.provenance import Member
@@ -23,7 +24,6 @@ from mac_rag.data.types import Source
 from mac_rag.engine import MACEngine
 from mac_rag.errors import BankError, ConfigError
 from mac_rag.integrations.framework import in_thread, warn_of_empty_bank
-from mac_rag.memory.interface import BankContents
 from mac_rag.retrieval.base import Retriever, check_k
 from mac_rag.retrieval.llama_index import FiledBy
 
@@ -48,7 +48,7 @@ class MACRetriever(BaseRetriever):
         [('bridge', 'Anna Berg opened the bridge.')]
 
         >>> from mac_rag.engine import MACEngine
-        >>> from mac_rag.memory import MemoryBank
+        >>> from mac_rag.bank import MemoryBank
         >>> from mac_rag.model import MACModel
         >>> model = MACModel.from_pretrained("mac-tiny")
         >>> engine = MACEngine(model, MemoryBank(model.fingerprint, keep_texts=True))

@@ -1,0 +1,1375 @@
+"""The memory bank M: memory tokens of every document, with the documents' ids and provenance, in one SQLite file.
+
+A document has one row of memory tokens `[T, D]`, or several rows if it is longer than what the amortization network
+reads at once. Several documents can be merged into one entry, which then stands for all of them. Rows are in the order
+of their entries' sequence numbers, so new rows come after all others.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+import threading
+import weakref
+import zlib
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence, Set
+from contextlib import contextmanager, suppress
+from functools import partial
+from itertools import islice
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple, TypeAlias
+
+import torch
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from safetensors import SafetensorError
+from safetensors.torch import load as load_tensors
+from safetensors.torch import save as tensor_bytes
+from torch import Tensor
+
+from mac_rag.bank.database import (
+    PART_BITS,
+    PUT_SETTING,
+    Connection,
+    Database,
+    Pin,
+    exists,
+    local_path,
+    read_settings,
+    setting_rows,
+)
+from mac_rag.bank.directory import Directory, Record, Timeline
+from mac_rag.bank.entries import BankEntry, NewEntry, Texts, described_members, new_entries
+from mac_rag.bank.interface import BankContents, Intent
+from mac_rag.bank.keys_file import KeysFile, read_keys_file, remove_keys_file, write_keys_file
+from mac_rag.bank.known_documents import KnownDocuments
+from mac_rag.bank.rows import PackedRow, RowDtype, RowLayout, Rows, Summaries, overview_crc
+from mac_rag.data.characters import fault_of
+from mac_rag.data.document_ids import id_hash
+from mac_rag.data.provenance import Member
+from mac_rag.data.types import Document
+from mac_rag.errors import BankError, DamageError, FingerprintError
+from mac_rag.nn.product_quantizer import ProductQuantizer
+from mac_rag.shipped_models import describe, shipped_name
+from mac_rag.untrusted_files import METADATA_DEPTH, parse_json
+
+__all__ = ["BankEntry", "Contents", "MemoryBank", "Snapshot"]
+
+# Makes summaries `[n, S]` of rows `[n, T, D]` as they are kept.
+Summarise: TypeAlias = Callable[[Tensor], Tensor]
+
+_PAGE = 512  # entries that are read in one query
+_MOST = 500  # values of a query
+_SUMMARIES = 8192  # rows whose summaries are read in one query
+# From this many rows on, the keys of a bank are kept in a file of their own, which takes less time to read.
+_MANY_ROWS = 20_000
+_REMEDY = "; restore a backup, or delete it and adapt to it again"
+_Count = Annotated[int, Field(ge=0, lt=1 << 47)]
+_Positive = Annotated[int, Field(ge=1, lt=1 << 31)]
+
+
+class Settings(BaseModel):
+    """What holds for a whole bank at one commit.
+
+    Attributes:
+        fingerprint: fingerprint of the model that wrote the bank.
+        keep_texts: True if the bank keeps the texts of its documents.
+        layout: how rows are kept.
+        shape: `(T, D)` of the memory tokens of a row, without lexical vectors; None for an empty bank.
+        version: number of the commit.
+        next_sequence: sequence number of the next entry; numbers are never used again.
+        changes_since: the commit after which the table `change` is complete.
+        intent: the change of bank and retriever that starts after this commit and is complete with the next.
+        model: name of the model, a hint for people; None if it is not known.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    fingerprint: str
+    keep_texts: bool = False
+    layout: RowLayout = RowLayout()
+    shape: tuple[_Positive, _Positive] | None = None
+    version: _Count = 0
+    next_sequence: _Count = 0
+    changes_since: _Count = 0
+    intent: Intent = Intent()
+    model: Annotated[str, Field(max_length=4096)] | None = None
+
+    @classmethod
+    def read(cls, connection: Connection) -> Settings:
+        """The settings of a bank.
+
+        Raises:
+            DamageError: when they are not what was written.
+        """
+        try:
+            return cls.model_validate(read_settings(connection))
+        except ValidationError as error:
+            fault = error.errors()[0]
+            place = ".".join(map(str, fault["loc"]))
+            raise DamageError(f"{connection.path} is damaged: {place}: {fault['msg']}") from error
+
+    @property
+    def by_name(self) -> list[tuple[str, Any]]:
+        """All settings by name, as JSON has them."""
+        return list(self.model_dump(mode="json").items())
+
+
+class State(NamedTuple):
+    """A bank at one commit.
+
+    Attributes:
+        settings: its settings.
+        directory: its entries.
+        quantizer: with rows `pq`, what their codes are looked up in; otherwise None.
+        writer: the name of the writer that made the commit.
+        keys: the derived file that holds the summaries of the first rows; None if there is none.
+    """
+
+    settings: Settings
+    directory: Directory
+    quantizer: ProductQuantizer | None
+    writer: str
+    keys: KeysFile | None = None
+
+
+class Contents:
+    """The contents of a bank at one version, by document or by row.
+
+    Attributes:
+        path: file of a bank on disk; None for a bank in memory.
+        version: a number that grows with every change of the bank.
+        history: a number that grows when the bank on disk turns out not to continue the one that was read before, as
+            after the return of a backup. Only within one history does the key of a row say which row it is.
+    """
+
+    path: Path | None = None
+    version = 0
+    history = 0
+
+    def __init__(self, state: State) -> None:
+        self._state = state
+
+    @property
+    def connection(self) -> Connection:
+        """A connection that sees these contents."""
+        raise NotImplementedError
+
+    def renewed(self, former: BankContents) -> BankContents:
+        """See `Snapshot.renewed`."""
+        return self
+
+    def release(self) -> None:
+        """See `Snapshot.release`; a bank holds its commit until it is closed."""
+
+    @property
+    def writer(self) -> str:
+        """Name of the writer that made the last commit."""
+        return self._state.writer
+
+    @property
+    def sequences(self) -> list[int]:
+        """Sequence numbers of all entries, ascending."""
+        numbers: list[int] = self._directory.sequences.tolist()
+        return numbers
+
+    @property
+    def _now(self) -> State:
+        return self._state
+
+    @property
+    def _directory(self) -> Directory:
+        return self._now.directory
+
+    @property
+    def fingerprint(self) -> str:
+        """Fingerprint of the model that wrote the bank."""
+        return self._state.settings.fingerprint
+
+    @property
+    def keep_texts(self) -> bool:
+        """True if the bank keeps the texts of its documents."""
+        return self._state.settings.keep_texts
+
+    @property
+    def layout(self) -> RowLayout:
+        """How rows are kept."""
+        return self._state.settings.layout
+
+    @property
+    def quantizer(self) -> ProductQuantizer | None:
+        """The product quantizer of a bank with dtype pq that has held rows, or None."""
+        return self._state.quantizer
+
+    @property
+    def model(self) -> str | None:
+        """Name of the model that wrote the bank, where it is known: a hint for people."""
+        return self._state.settings.model
+
+    def check_model(self, fingerprint: str) -> None:
+        """Refuses a model that did not write this bank.
+
+        Raises:
+            FingerprintError: when the fingerprints differ; names both.
+        """
+        if fingerprint != self.fingerprint:
+            writer, reader = shipped_name(self.fingerprint), shipped_name(fingerprint)
+            raise FingerprintError(
+                f"{self.path or 'this bank'} was written by {describe(self.fingerprint)} and cannot be read by "
+                f"{describe(fingerprint)}; use {f'--model {writer}' if writer else 'the model that wrote it'}, or make "
+                f"a new bank for this one: mac-rag bank rebuild --bank {self.path or 'BANK'} --into NEW --model "
+                f"{reader or 'MODEL'}"
+            )
+
+    @property
+    def document_ids(self) -> list[str]:
+        """Ids of all documents, in the order of their entries.
+
+        Raises:
+            DamageError: when one is not what was written.
+        """
+        return [name for (name,) in self.connection.rows("SELECT id FROM document ORDER BY key")]
+
+    def __getitem__(self, document_id: str) -> BankEntry:
+        return self.entry(self._found(document_id))
+
+    def __iter__(self) -> Iterator[BankEntry]:
+        sequences, rows = self._directory.sequences.tolist(), self._directory.timeline.rows.tolist()
+        for first in range(0, len(sequences), _PAGE):
+            some = sequences[first : first + _PAGE]
+            members = self._members(some[0], some[-1])
+            for sequence, count in zip(some, rows[first : first + _PAGE]):
+                if sequence in members:  # otherwise it was deleted since the loop began
+                    yield self._made(sequence, count, members[sequence])
+
+    @property
+    def id_hashes(self) -> Tensor:
+        """`mac_rag.data.document_ids.id_hash` of each document, entry by entry, int64 `[len(self)]`."""
+        return self._directory.timeline.hashes
+
+    def entry_of(self, row: int) -> BankEntry:
+        """The entry that a row belongs to, by its number among the N rows.
+
+        Raises:
+            BankError: for an empty bank.
+            IndexError: for a row that the bank does not have.
+        """
+        if not 0 <= row < self._rows():
+            raise IndexError(f"row {row} of a bank with {self._rows()} rows")
+        return self.entry(int(self.row_keys[row]) >> PART_BITS)
+
+    def entry(self, sequence: int) -> BankEntry:
+        """An entry by its sequence number.
+
+        Raises:
+            BankError: when there is none.
+            DamageError: when it is not what was written.
+        """
+        place = int(torch.searchsorted(self._directory.sequences, sequence))
+        rows = int(self._directory.timeline.rows[place])
+        return self._made(sequence, rows, self._members(sequence, sequence)[sequence])
+
+    def _made(self, sequence: int, rows: int, members: tuple[Member, ...]) -> BankEntry:
+        first = sequence << PART_BITS
+        keys, documents = range(first, first + rows), range(first, first + len(members))
+        return BankEntry(members, sequence, rows, partial(self._phi, keys), partial(self._texts, documents))
+
+    def _members(self, first: int, last: int) -> dict[int, tuple[Member, ...]]:
+        """The documents of consecutive entries, by sequence number."""
+        found: dict[int, list[Member]] = {}
+        fields = "key, id, content_hash, metadata, added, crc"
+        for key, *member, crc in self.connection.rows(
+            f"SELECT {fields} FROM document WHERE key >= ? AND key < ? ORDER BY key",
+            (first << PART_BITS, (last + 1) << PART_BITS),
+        ):
+            try:
+                if _crc(*member) != crc:
+                    raise ValueError("its checksum differs")
+                name, content_hash, metadata, added = member
+                known = Member(name, content_hash, parse_json(metadata, depth=METADATA_DEPTH), added)
+            except (ValueError, TypeError, AttributeError) as error:
+                raise DamageError(
+                    f"{self.connection.path} is damaged: document {member[0]!r:.80}: {error}{_REMEDY}"
+                ) from error
+            found.setdefault(key >> PART_BITS, []).append(known)
+        return {sequence: tuple(members) for sequence, members in found.items()}
+
+    def _texts(self, keys: range) -> Texts:
+        """The texts of consecutive documents; None where none is kept.
+
+        Raises:
+            BankError: when they were deleted since.
+            DamageError: when they are not what was written.
+        """
+        if not self.keep_texts:
+            return (None,) * len(keys)
+        found = self.connection.rows(
+            "SELECT id, metadata, content_hash, text FROM document LEFT JOIN text ON document = key "
+            "WHERE key >= ? AND key < ? ORDER BY key",
+            (keys.start, keys.stop),
+        )
+        if len(found) != len(keys):
+            raise BankError(f"the document was deleted from {self.path or 'this bank'} since")
+        texts = []
+        for name, metadata, content_hash, text in found:
+            with suppress(ValueError, TypeError, AttributeError):
+                if Member(name, content_hash, parse_json(metadata, depth=METADATA_DEPTH), "").matches(text):
+                    texts.append(text)
+                    continue
+            raise DamageError(f"{self.connection.path} is damaged: the text of document {name!r:.80}{_REMEDY}")
+        return tuple(texts)
+
+    def __len__(self) -> int:
+        return self._directory.documents
+
+    def __contains__(self, document_id: object) -> bool:
+        return isinstance(document_id, str) and self._find(document_id) is not None
+
+    def marks_of(self, sequence: int) -> list[tuple[int, int]]:
+        """Of each document of an entry the hash of its id and its moment, as the directory has them."""
+        return [
+            (hashed, moment)
+            for hashed, moment in self.connection.rows(
+                "SELECT hash, moment FROM document WHERE key >= ? AND key < ? ORDER BY key",
+                (sequence << PART_BITS, (sequence + 1) << PART_BITS),
+            )
+        ]
+
+    @property
+    def row_keys(self) -> Tensor:
+        """Keys of all rows, int64 `[N]`, ascending; a row keeps its key as long as it exists."""
+        return self._directory.row_keys
+
+    @property
+    def row_members(self) -> list[tuple[str, ...]]:
+        """For each of the N rows the ids of the documents that it stands for, read at each access."""
+        names: dict[int, tuple[str, ...]] = {}
+        for key, name in self.connection.rows("SELECT key, id FROM document ORDER BY key"):
+            names[key >> PART_BITS] = (*names.get(key >> PART_BITS, ()), name)
+        return [names[sequence] for sequence in (self.row_keys >> PART_BITS).tolist()]
+
+    @property
+    def supersedes(self) -> bool:
+        """True if one of the documents supersedes another, which the bank need not hold."""
+        return bool(len(self.timeline.dating.superseding))
+
+    @property
+    def timeline(self) -> Timeline:
+        """All documents, in the order of their entries, with what says when they count."""
+        return self._directory.timeline
+
+    def visible_rows(self, allowed: Container[str]) -> Tensor:
+        """Which rows stand for allowed documents only, bool `[N]`.
+
+        Args:
+            allowed: ids of documents, also of some that the bank does not hold. Of a set smaller than the bank, only
+                its own documents are read.
+        """
+        if isinstance(allowed, KnownDocuments):
+            return allowed.rows_of(self)
+        if not isinstance(allowed, Set) or len(allowed) > len(self):
+            return rows_allowed(self.row_members, allowed)
+        names = (name for name in allowed if isinstance(name, str) and fault_of(name) is None)
+        found: dict[int, int] = {}  # sequence number of an entry -> how many of its documents are allowed
+        while some := list(islice(names, _MOST)):
+            for (key,) in self.connection.rows(f"SELECT key FROM document WHERE id IN ({_marks(some)})", some):
+                found[key >> PART_BITS] = found.get(key >> PART_BITS, 0) + 1
+        directory = self._directory
+        counts = torch.zeros(len(directory.sequences), dtype=torch.long)
+        sequences = torch.tensor(list(found), dtype=torch.long)
+        counts[torch.searchsorted(directory.sequences, sequences)] = torch.tensor(
+            list(found.values()), dtype=torch.long
+        )
+        return (counts == directory.timeline.members)[directory.row_entries]
+
+    @property
+    def row_shape(self) -> tuple[int, int] | None:
+        """(T, D) of a row; None for an empty bank."""
+        shape = self._state.settings.shape
+        return None if shape is None else (shape[0] + self.layout.lexical_vectors, shape[1])
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all rows as they are kept, without documents, texts and quantizer."""
+        shape = self._state.settings.shape
+        if shape is None:
+            return 0
+        lexical = 0
+        if self.layout.lexical_vectors:
+            [(lexical,)] = self.connection.rows(
+                "SELECT coalesce(sum(length(places) + length(weights)), 0) FROM overview"
+            )
+        return len(self.row_keys) * self.layout.row_bytes(*shape) + int(lexical)
+
+    @property
+    def phi(self) -> Tensor:
+        """Memory tokens of all rows `[N, T, D]`.
+
+        Raises:
+            BankError: for an empty bank.
+        """
+        return self.read(0, self._rows())
+
+    def read(self, start: int, stop: int) -> Tensor:
+        """Memory tokens `[stop - start, T, D]` of consecutive rows.
+
+        Raises:
+            BankError: for an empty bank.
+            IndexError: for rows that the bank does not have.
+        """
+        rows = self._rows()
+        if not 0 <= start <= stop <= rows:
+            raise IndexError(f"rows {start} to {stop} of a bank with {rows} rows")
+        return self._phi(self.row_keys[start:stop].tolist())
+
+    def take(self, index: Tensor) -> Tensor:
+        """Memory tokens `[n, T, D]` of some rows.
+
+        Args:
+            index: `[n]`, row numbers in any order.
+
+        Raises:
+            BankError: for an empty bank.
+            IndexError: for rows that the bank does not have.
+        """
+        rows = self._rows()
+        if len(index) and not 0 <= int(index.min()) <= int(index.max()) < rows:
+            raise IndexError(f"rows {int(index.min())} to {int(index.max())} of a bank with {rows} rows")
+        return self._phi(self.row_keys[index].tolist())
+
+    def _phi(self, keys: Sequence[int]) -> Tensor:
+        """Memory tokens `[n, T, D]` of rows by their keys.
+
+        Raises:
+            BankError: when one of them was deleted since.
+            DamageError: when one is not what was written.
+        """
+        shape = self._state.settings.shape
+        if shape is None:
+            raise BankError(f"the memory tokens were deleted from {self.path or 'this bank'} since")
+        kept = self._read_rows(keys)
+        for key in keys:
+            if key not in kept:
+                raise self._missing(key)
+            codes, crc, summary, places, weights, overview = kept[key]
+            if zlib.crc32(codes) != crc:
+                raise self._damaged(key, "their checksum differs")
+            if self.layout.lexical_vectors and (overview is None or overview_crc(summary, places, weights) != overview):
+                raise self._damaged(key, "the checksum of their lexical vectors differs")
+        try:
+            codes, places, weights = ([kept[key][column] for key in keys] for column in (0, 3, 4))
+            return self.layout.decode(self.layout.unpack(codes, places, weights, *shape), self.quantizer)
+        except (ValueError, TypeError, RuntimeError, IndexError) as error:
+            raise self._damaged(keys[0], f"they are not what was written: {error}") from error
+
+    def _read_rows(self, keys: Sequence[int]) -> dict[int, list[Any]]:
+        """By key: codes and their checksum, summary, places and weights and their checksum."""
+        fields, source = "row.key, codes, row.crc, x'', x'', x'', NULL", "row"
+        if self.layout.lexical_vectors:
+            fields = "row.key, codes, row.crc, summary, places, weights, overview.crc"
+            source = "row LEFT JOIN overview ON overview.key = row.key"
+        if len(keys) > 1 and list(keys) == list(range(keys[0], keys[0] + len(keys))):
+            where, values = "row.key BETWEEN ? AND ?", [[keys[0], keys[-1]]]
+        else:
+            different = list(dict.fromkeys(keys))
+            values = [different[first : first + _MOST] for first in range(0, len(different), _MOST)]
+            where = "row.key IN ({})"
+        found: dict[int, list[Any]] = {}
+        for some in values:
+            rows = self.connection.rows(f"SELECT {fields} FROM {source} WHERE {where.format(_marks(some))}", some)
+            found |= {key: blobs for key, *blobs in rows}
+        return found
+
+    def _missing(self, key: int) -> BankError:
+        named = self.connection.rows("SELECT count(*) FROM document WHERE key >> ? = ?", (PART_BITS, key >> PART_BITS))
+        if named[0][0]:
+            return self._damaged(key, "they are missing")
+        return BankError(f"the memory tokens were deleted from {self.path or 'this bank'} since")
+
+    def _damaged(self, key: int, fault: str) -> DamageError:
+        entry = key >> PART_BITS
+        found = self.connection.rows(
+            "SELECT id FROM document WHERE key >= ? AND key < ?", (entry << PART_BITS, (entry + 1) << PART_BITS)
+        )
+        names = ", ".join(f"{name!r:.80}" for (name,) in found[:3]) or f"entry {entry:,}"
+        return DamageError(f"{self.connection.path} is damaged: the memory tokens of {names}: {fault}{_REMEDY}")
+
+    def overview(self, first: int = 0) -> Iterator[Summaries]:
+        """What is kept beside the memory tokens of the rows from number `first` on, in several parts.
+
+        Raises:
+            DamageError: when it is not what was written.
+        """
+        keys = self._now.keys
+        if keys is not None and first < len(self.row_keys):
+            known = torch.isin(self.row_keys, keys.directory.row_keys, assume_unique=True)
+            prefix = int(known.long().cumprod(0).sum())
+            if first < prefix:
+                yield keys.summaries_of(self.row_keys[first:prefix])
+                first = prefix
+        shape = self._state.settings.shape
+        for start in range(first, len(self.row_keys), _SUMMARIES):
+            wanted = self.row_keys[start : start + _SUMMARIES]
+            found = self.connection.rows(
+                "SELECT key, summary, places, weights, crc FROM overview WHERE key >= ? AND key <= ? ORDER BY key",
+                (int(wanted[0]), int(wanted[-1])),
+            )
+            assert shape is not None
+            try:
+                if [key for key, *_ in found] != wanted.tolist():
+                    raise ValueError("summaries of rows are missing")
+                if any(overview_crc(*blobs) != crc for _, *blobs, crc in found):
+                    raise ValueError("the checksum of a summary differs")
+                summary, places, weights = zip(*(blobs for _, *blobs, _ in found))
+                yield self.layout.unpack_summaries(summary, places, weights, *shape)
+            except (ValueError, TypeError, RuntimeError) as error:
+                raise DamageError(f"{self.connection.path} is damaged: {error}; restore it from a backup") from error
+
+    def _rows(self) -> int:
+        if not len(self.row_keys):
+            raise BankError("the memory bank is empty; adapt to some documents first")
+        return len(self.row_keys)
+
+    def _find(self, document_id: str) -> int | None:
+        """The sequence number of a document's entry; None if there is none."""
+        if fault_of(document_id) is not None:  # half of a surrogate pair, which no document's id has
+            return None
+        found = self.connection.rows("SELECT key FROM document WHERE id = ?", (document_id,))
+        return found[0][0] >> PART_BITS if found else None
+
+    def _found(self, document_id: str) -> int:
+        found = self._find(document_id) if isinstance(document_id, str) else None
+        if found is None:
+            raise BankError(f"the bank holds no document {document_id!r}")
+        return found
+
+
+def rows_allowed(row_members: Iterable[Sequence[str]], allowed: Container[str]) -> Tensor:
+    """Which rows stand for allowed documents only, bool `[N]`, from the documents of each row."""
+    return torch.tensor([all(name in allowed for name in members) for members in row_members], dtype=torch.bool)
+
+
+class Snapshot(Contents):
+    """The contents of a bank as they were at one moment; later changes of the bank do not reach it.
+
+    As long as somebody holds it, the log of a bank on disk keeps what came later, so it should not be held for long.
+    It can be read in any thread.
+
+    Args:
+        bank: the bank.
+        state: its contents.
+        version: its version then.
+        pin: what keeps the commit for it, or a connection that sees changes that were not committed.
+    """
+
+    def __init__(self, bank: Contents, state: State, version: int, pin: Pin | Connection) -> None:
+        super().__init__(state)
+        self.path, self.version, self.history = bank.path, version, bank.history
+        self._pin: Pin | Connection | None = pin
+
+    @property
+    def connection(self) -> Connection:
+        if self._pin is None:
+            raise BankError("this snapshot was released; take another one")
+        return self._pin.connection if isinstance(self._pin, Pin) else self._pin
+
+    def renewed(self, former: BankContents) -> BankContents:
+        """The former snapshot, if it has the same contents; it holds the commit now, as this one does."""
+        if isinstance(former, Snapshot) and former._state is self._state and former.version == self.version:
+            former._pin = self._pin
+            return former
+        return self
+
+    def release(self) -> None:
+        """Lets the commit go. Numbers of rows and documents can still be read, and nothing else."""
+        self._pin = None
+
+
+class MemoryBank(Contents):
+    """A growing set of documents as memory tokens, in the order of arrival.
+
+    The constructor makes a bank in memory; `create` and `open` give a bank on disk. One process can write to a bank on
+    disk while any number read it. `commit` makes changes visible to readers and crash-safe; `rollback` and `close` drop
+    changes that were not committed. What is deleted is overwritten with zeros, in the file and in its log. A bank is
+    not thread-safe: `MACEngine` serializes access to it. Threads that only read can each have a `snapshot`.
+
+    Args:
+        fingerprint: `MACModel.fingerprint` of the model that writes and reads the bank.
+        keep_texts: True to keep the documents' texts (`BankEntry.texts`), for a later model to adapt to.
+        rows: numbers that memory tokens are kept in: `bf16`; `int8`, in half of the bytes; `pq`, in a seventh or less,
+            as codes of the model's product quantizer; or `fp32`, which keeps them as they are. None for what an engine
+            chooses, bf16, and for fp32 where something else fills the bank.
+
+    Examples:
+        >>> import torch
+        >>> from mac_rag.data.types import Document
+        >>> from mac_rag.bank import MemoryBank
+        >>> bank = MemoryBank("fingerprint of the model")
+        >>> documents = [Document("bridge", "The bridge opened."), Document("museum", "The museum closed.")]
+        >>> bank.put(documents, torch.zeros(2, 4, 8))
+        ()
+        >>> len(bank), "bridge" in bank, bank["museum"].phi.shape
+        (2, True, torch.Size([1, 4, 8]))
+        >>> bank.delete("bridge")
+        ('bridge',)
+        >>> bank.document_ids
+        ['museum']
+    """
+
+    def __init__(self, fingerprint: str, *, keep_texts: bool = False, rows: RowDtype | None = None) -> None:
+        settings = Settings(fingerprint=fingerprint, keep_texts=keep_texts, layout=RowLayout(dtype=rows))
+        self._uncreated: Path | None = None  # file in which the first commit creates the bank
+        self._begin(Database.temporary(settings.by_name))
+
+    def _begin(self, database: Database) -> None:
+        """Takes over a bank's file at its last commit."""
+        self._database: Database | None = database
+        self.path = None if database.is_temporary else database.path
+        self._settled = threading.RLock()  # held while a commit becomes the present one
+        self._name = secrets.token_hex(8)  # of this writer
+        self._has_written = False  # its name is in the file
+        self._is_unclean = False  # something that was deleted is in the log
+        self._added: list[Record] = []
+        self._removed: set[int] = set()
+        self._touched: set[int] = set()  # entries that were deleted or described anew since the last commit
+        self._latest: weakref.ref[Pin] | None = None
+        self._pin = None if database.writer is not None else database.pin()
+        try:
+            state = _read_state(self.connection, None)
+        except BaseException:
+            database.close()
+            raise
+        super().__init__(state)
+        self._committed, self._committed_version = state, self.version
+
+    @classmethod
+    def create(
+        cls, path: str | Path, fingerprint: str, *, keep_texts: bool = False, rows: RowDtype | None = None
+    ) -> MemoryBank:
+        """Makes a new, empty bank on disk and opens it for writing.
+
+        Args:
+            path: file of the bank; missing folders are made.
+            fingerprint, keep_texts, rows: see the class.
+
+        Raises:
+            BankError: when there is a file of this name.
+        """
+        settings = Settings(fingerprint=fingerprint, keep_texts=keep_texts, layout=RowLayout(dtype=rows))
+        return cls._of(Database.create(local_path(path), settings=settings.by_name))
+
+    @classmethod
+    def create_on_commit(
+        cls, path: str | Path, fingerprint: str, *, keep_texts: bool = False, rows: RowDtype | None = None
+    ) -> MemoryBank:
+        """An empty bank that is in memory until its first commit, which creates it on disk as `create` does.
+
+        `commit` raises BankError when there is a file of this name by then.
+        """
+        bank = cls(fingerprint, keep_texts=keep_texts, rows=rows)
+        bank._uncreated = local_path(path)
+        return bank
+
+    @classmethod
+    def open(cls, path: str | Path, *, write: bool = False, fingerprint: str | None = None) -> MemoryBank:
+        """Opens a bank at its last commit.
+
+        Args:
+            path: file of the bank.
+            write: True to change the bank. Only one process can write to it at a time. A bank that is open for reading
+                stays at its commit until `refresh`; so long the log of the file keeps what others write.
+            fingerprint: fingerprint of the model that will use the bank; None accepts a bank of any model.
+
+        Raises:
+            BankError: when there is no bank, it is damaged, another process writes to it, or for a URL.
+            FingerprintError: when another model wrote it.
+        """
+        bank = cls._of(Database.open(local_path(path), write=write))
+        try:
+            bank.check_model(bank.fingerprint if fingerprint is None else fingerprint)
+        except FingerprintError:
+            bank.close()
+            raise
+        return bank
+
+    @classmethod
+    def _of(cls, database: Database) -> MemoryBank:
+        bank = cls.__new__(cls)
+        bank._uncreated = None
+        bank._begin(database)
+        return bank
+
+    @staticmethod
+    def exists(path: str | Path) -> bool:
+        """True if there is a file of this name that is not empty; a `BankError` where nobody can tell."""
+        return exists(local_path(path))
+
+    @property
+    def connection(self) -> Connection:
+        if self._database is None:
+            raise BankError(f"{self.path} was closed; open it again")
+        if self._pin is not None:
+            return self._pin.connection
+        assert self._database.writer is not None
+        return self._database.writer
+
+    @property
+    def _now(self) -> State:
+        if self._added or self._removed:
+            directory = self._state.directory
+            added = [record for record in self._added if record.sequence not in self._removed]
+            self._state = self._state._replace(
+                directory=directory.without(self._removed).joined(Directory.of(added))
+                if added
+                else directory.without(self._removed)
+            )
+            self._added, self._removed = [], set()
+        return self._state
+
+    @property
+    def intent(self) -> Intent:
+        """The change of bank and retriever that the last commit announced; empty when none is under way."""
+        return self._committed.settings.intent
+
+    @property
+    def writable(self) -> bool:
+        """True if the bank can be changed."""
+        return self._database is not None and self._database.writer is not None
+
+    @property
+    def committed(self) -> Snapshot:
+        """The contents after the last commit; for a bank in memory that was never committed, none."""
+        with self._settled:
+            return Snapshot(self, self._committed, self._committed_version, self._pinned())
+
+    def snapshot(self) -> Snapshot:
+        """The current contents, as they stay whatever happens to the bank.
+
+        If there are changes that were not committed, they are among them, and the snapshot is good until the next
+        change.
+        """
+        with self._settled:
+            if self._pin is None and self.connection.in_transaction:
+                return Snapshot(self, self._now, self.version, self.connection)
+            return self.committed
+
+    def _pinned(self) -> Pin:
+        """What keeps the last commit; all that hold the same commit share it."""
+        if self._pin is not None:
+            return self._pin
+        if self._database is None:
+            raise BankError(f"{self.path} was closed; open it again")
+        pin = self._latest() if self._latest is not None else None
+        if pin is None:
+            pin = self._database.pin()
+            self._latest = weakref.ref(pin)
+        return pin
+
+    def name_model(self, name: str) -> None:
+        """Notes the name of the model that wrote the bank, a hint for people, in a commit of its own."""
+        if name != self.model and len(name) <= 4096:
+            self._check_writable()
+            self._set(model=name)
+            self.commit()
+
+    def keep_rows_as(self, layout: RowLayout, quantizer: ProductQuantizer | None = None) -> None:
+        """Chooses how rows are kept, in a bank that holds none; any other bank stays as it is.
+
+        A dtype that the bank has already been given stays.
+
+        Args:
+            layout: how rows are kept.
+            quantizer: how they are kept in a bank with dtype pq, which keeps the first one that it is given.
+
+        Raises:
+            BankError: for dtype pq without a quantizer, or with one of another model.
+        """
+        self._check_writable()
+        if len(self):
+            return
+        dtype = self.layout.dtype or layout.dtype
+        if dtype != "pq":
+            self._set(layout=layout.model_copy(update={"dtype": dtype, "whole_tokens": 0, "code_bytes": 0}))
+            return
+        quantizer = self.quantizer or quantizer
+        if quantizer is None:
+            raise BankError(
+                f"{describe(self.fingerprint)} has no codebooks to keep rows as 'pq'; fit them with python -m "
+                "pipelines.fit_rows, or choose other numbers (rows 'int8')"
+            )
+        if quantizer.fingerprint != self.fingerprint:
+            raise BankError(
+                f"the codebooks for rows 'pq' were fitted to the memory tokens of {describe(quantizer.fingerprint)}, "
+                f"not to those of {describe(self.fingerprint)}; fit them again with python -m pipelines.fit_rows"
+            )
+        if self.quantizer is None:
+            data = tensor_bytes({name: tensor.contiguous() for name, tensor in quantizer.tensors.items()})
+            with self._changing() as link:
+                link.write("INSERT INTO codebook VALUES (1, ?, ?)", [(data, zlib.crc32(data))])
+            self._state = self._state._replace(quantizer=quantizer)
+        self._set(layout=layout.quantized(quantizer))
+
+    def _set(self, **values: Any) -> None:
+        """Changes settings; the next commit writes them."""
+        settings = self._state.settings.model_copy(update=values)
+        if settings != self._state.settings:
+            self._state = self._state._replace(settings=settings)
+
+    def put(
+        self,
+        documents: Sequence[Document],
+        phi: Tensor,
+        rows: Sequence[int] | None = None,
+        *,
+        summarise: Summarise | None = None,
+    ) -> tuple[str, ...]:
+        """Adds documents and replaces those with the same ids. On an error the bank does not change.
+
+        Args:
+            documents: K documents with distinct ids.
+            phi: `[N, T, D]`, the memory tokens of all documents, row after row.
+            rows: number of rows of each document; None for one row each.
+            summarise: makes the summaries, in a bank whose layout has any; None if they are not known.
+
+        Returns:
+            Ids of other documents that were removed, because they were merged with a replaced document.
+
+        Raises:
+            BankError: for an id that occurs twice, metadata that are not JSON, memory tokens that do not fit the
+                documents or the bank, or a disk that refuses them.
+        """
+        self._check_writable()
+        entries = self._checked(documents, phi, rows)
+        encoded = self._encoded(phi, summarise)
+        names = dict.fromkeys(document.id for document in documents)
+        with self._changing() as link:
+            replaced = self._entries_of(link, list(names))
+            removed = self._delete(link, replaced)
+            self._insert(link, encoded, entries)
+        return tuple(name for name in removed if name not in names)
+
+    def check_put(self, documents: Sequence[Document], phi: Tensor, rows: Sequence[int] | None = None) -> None:
+        """Raises what `put` would raise, and changes nothing."""
+        self._checked(documents, phi, rows)
+        self._encoded(phi)
+
+    def _checked(self, documents: Sequence[Document], phi: Tensor, rows: Sequence[int] | None) -> list[NewEntry]:
+        return new_entries(documents, rows, len(phi), keep_texts=self.keep_texts)
+
+    def describe(self, documents: Sequence[Document]) -> None:
+        """Gives documents other metadata, such as another date. Their memory tokens and texts stay as they are.
+
+        So does the time at which they were added, and with what they were merged.
+
+        Args:
+            documents: documents with distinct ids, with the texts that the bank holds them with.
+
+        Raises:
+            BankError: for an id that the bank does not hold or that occurs twice, for another text, and for metadata as
+                `mac_rag.data.provenance.Member.of`; the bank does not change.
+        """
+        self._check_writable()
+        members = described_members(documents, lambda name: self[name].members)
+        if not members:
+            return
+        sequences = sorted({self._found(name) for name in members})
+        with self._changing() as link:
+            link.write(
+                "UPDATE document SET content_hash = ?, metadata = ?, added = ?, hash = ?, moment = ?, supersedes = ?, "
+                "crc = ? WHERE id = ?",
+                [(*fields[1:], fields[0]) for fields in map(_document_fields, members.values())],
+            )
+        self._touched.update(sequences)
+        self._removed.update(sequences)
+        state = self._now
+        for first in range(0, len(sequences), _MOST):
+            some = ",".join(map(str, sequences[first : first + _MOST]))
+            found = Directory.read(self.connection, f"sequence IN ({some})")
+            state = state._replace(directory=state.directory.joined(found))
+        self._state = state
+        self.version += 1
+
+    def merge(self, document_ids: Iterable[str], phi: Tensor) -> None:
+        """Replaces the entries of these documents by one entry that stands for all of their documents.
+
+        Args:
+            document_ids: ids of documents, at least one of each entry to be merged.
+            phi: `[rows, T, D]`, the memory tokens of the new entry.
+
+        Raises:
+            BankError: for an id that the bank does not hold, or memory tokens that do not fit the bank.
+        """
+        self._check_writable()
+        found = {entry.sequence: entry for entry in map(self.__getitem__, document_ids)}
+        merged = [found[sequence] for sequence in sorted(found)]
+        if not merged or not 0 < len(phi) < 1 << PART_BITS:
+            raise BankError(f"{len(merged)} entries and {len(phi)} rows of memory tokens cannot become one entry")
+        members = tuple(member for entry in merged for member in entry.members)
+        texts = tuple(text for entry in merged for text in entry.texts)
+        encoded = self._encoded(phi)
+        with self._changing() as link:
+            self._delete(link, sorted(found))
+            self._insert(link, encoded, [NewEntry(len(phi), members, texts)])
+
+    def delete(self, document_id: str) -> tuple[str, ...]:
+        """Deletes a document with all its rows.
+
+        The share of one document cannot be taken out of merged memory tokens. So the whole entry is deleted, and the
+        document has no influence afterwards.
+
+        Returns:
+            Ids of all deleted documents: this one, and those that it was merged with.
+
+        Raises:
+            BankError: for an id that the bank does not hold.
+        """
+        self._check_writable()
+        sequence = self._found(document_id)
+        with self._changing() as link:
+            return self._delete(link, [sequence])
+
+    def restore(self, entries: Iterable[BankEntry]) -> None:
+        """Appends entries of another bank.
+
+        Args:
+            entries: the entries. This bank must hold none of their documents.
+
+        Raises:
+            BankError: when this bank holds one of the documents, or memory tokens do not fit it. Entries that came
+                before it are there, uncommitted.
+        """
+        self._check_writable()
+        for entry in entries:
+            for member in entry.members:
+                if member.document_id in self:
+                    raise BankError(f"this bank holds document {member.document_id!r} already; delete it first")
+            encoded = self._encoded(entry.phi)
+            with self._changing() as link:
+                self._insert(link, encoded, [NewEntry(entry.rows, entry.members, entry.texts)])
+
+    def _encoded(self, phi: Tensor, summarise: Summarise | None = None) -> Rows:
+        """Memory tokens as the bank keeps them."""
+        row_shape = self.row_shape
+        fits = phi.ndim == 3 and phi.shape[1] > self.layout.lexical_vectors and phi.shape[2] > 0
+        if not fits or row_shape not in (None, phi.shape[1:]):
+            raise BankError(
+                f"memory tokens of shape {list(phi.shape[1:])} do not fit this bank"
+                + (f", whose rows have shape {list(row_shape)}" if row_shape else "")
+            )
+        phi = phi.detach().to("cpu", torch.float32)
+        if not phi.isfinite().all():
+            row = int((~phi.isfinite().flatten(1).all(1)).nonzero()[0])
+            raise BankError(
+                f"row {row:,} of {len(phi):,} rows of memory tokens has numbers that are not finite; look for them in "
+                "the model's weights, or use dtype fp32 or bf16 in place of fp16"
+            )
+        self._check_quantizer(phi)
+        rows = self.layout.encode(phi, self.quantizer)
+        if summarise is not None and self.layout.summary:
+            rows = self.layout.summarised(rows, summarise(self.layout.decode(rows, self.quantizer)))
+        return rows
+
+    def _check_quantizer(self, phi: Tensor) -> None:
+        """Refuses rows in a bank with dtype pq that has no codebooks for them."""
+        if self.layout.dtype != "pq":
+            return
+        if self.quantizer is None:
+            raise BankError(
+                "a bank with rows 'pq' takes its codebooks from the model: put documents with an engine "
+                "(MACEngine.adapt), or call keep_rows_as with a quantizer first"
+            )
+        tokens = phi.shape[1] - self.layout.lexical_vectors
+        if (tokens, phi.shape[2]) != self.quantizer.row_shape:
+            raise BankError(
+                f"rows of {tokens} memory tokens of width {phi.shape[2]} do not fit the bank's codebooks, which are "
+                f"for {self.quantizer.row_shape[0]} of width {self.quantizer.row_shape[1]}"
+            )
+
+    @contextmanager
+    def _changing(self) -> Iterator[Connection]:
+        """Changes the file: all of the block or, on an error, nothing of it."""
+        assert self._database is not None
+        link = self._database.writer
+        assert link is not None
+        added, removed, touched, state = len(self._added), set(self._removed), set(self._touched), self._state
+        self._begin_transaction(link)
+        link.write("SAVEPOINT step")
+        try:
+            yield link
+            link.write("RELEASE step")
+        except BaseException:
+            del self._added[added:]
+            self._removed, self._touched, self._state = removed, touched, state
+            try:
+                link.write("ROLLBACK TO step")
+                link.write("RELEASE step")
+            except BankError:  # the disk has refused so much that the whole transaction is gone
+                self.rollback()
+            raise
+        self.version += 1
+
+    def _begin_transaction(self, link: Connection) -> None:
+        if not link.in_transaction:
+            assert self._database is not None
+            if self._database.lock is not None:
+                self._database.lock.check()
+            link.write("BEGIN IMMEDIATE")
+
+    def _entries_of(self, link: Connection, names: Sequence[str]) -> list[int]:
+        """Sequence numbers of the entries of documents, ascending; none for those that the bank does not hold."""
+        found: set[int] = set()
+        for first in range(0, len(names), _MOST):
+            some = names[first : first + _MOST]
+            keys = link.rows(f"SELECT key FROM document WHERE id IN ({_marks(some)})", some)
+            found |= {key >> PART_BITS for (key,) in keys}
+        return sorted(found)
+
+    def _delete(self, link: Connection, sequences: Sequence[int]) -> tuple[str, ...]:
+        """Deletes entries; returns the ids of all their documents."""
+        spans = [(sequence << PART_BITS, (sequence + 1) << PART_BITS) for sequence in sequences]
+        names = [
+            name
+            for span in spans
+            for (name,) in link.rows("SELECT id FROM document WHERE key >= ? AND key < ? ORDER BY key", span)
+        ]
+        for table in ("document", "row"):
+            link.write(f"DELETE FROM {table} WHERE key >= ? AND key < ?", spans)
+        link.write("DELETE FROM entry WHERE sequence = ?", [(sequence,) for sequence in sequences])
+        self._removed.update(sequences)
+        self._touched.update(sequences)
+        if sequences and not link.rows("SELECT 1 FROM entry LIMIT 1"):
+            self._set(shape=None)
+        return tuple(names)
+
+    def _insert(self, link: Connection, rows: Rows, entries: Sequence[NewEntry]) -> None:
+        """Writes entries with their rows."""
+        if not entries:
+            return
+        settings = self._state.settings
+        shape = self.layout.row_shape(rows)
+        first = settings.next_sequence
+        records = [Record(number, entry.rows, entry.members) for number, entry in enumerate(entries, first)]
+        link.write(
+            "INSERT INTO entry VALUES (?, ?, ?)", [(one.sequence, one.rows, len(one.members)) for one in records]
+        )
+        keyed = [
+            (record.sequence << PART_BITS | number, member, text)
+            for record, entry in zip(records, entries)
+            for number, (member, text) in enumerate(zip(record.members, entry.texts))
+        ]
+        link.write(
+            "INSERT INTO document (key, id, content_hash, metadata, added, hash, moment, supersedes, crc) "
+            "VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",
+            [(key, *_document_fields(member)) for key, member, _ in keyed],
+        )
+        if self.keep_texts:
+            kept = [(key, text) for key, _, text in keyed if text is not None]
+            link.write("INSERT INTO text VALUES (?, ?)", kept)
+        keys = [record.sequence << PART_BITS | number for record in records for number in range(record.rows)]
+        packed: list[PackedRow] = self.layout.pack(rows)
+        crcs = [row.crcs for row in packed]
+        link.write(
+            "INSERT INTO row VALUES (?, ?, ?, ?)",
+            ((key, shape[0], row.codes, crc) for key, row, (crc, _) in zip(keys, packed, crcs, strict=True)),
+        )
+        if self.layout.summary or self.layout.lexical_vectors:
+            link.write(
+                "INSERT INTO overview VALUES (?, ?, ?, ?, ?)",
+                ((key, *row[1:], crc) for key, row, (_, crc) in zip(keys, packed, crcs, strict=True)),
+            )
+        self._added += records
+        self._set(next_sequence=first + len(records), shape=shape)
+
+    def commit(self, intent: Intent | None = None) -> None:
+        """Writes all changes to disk; no crash undoes them afterwards. For a bank in memory, nothing is written.
+
+        Args:
+            intent: the change of bank and retriever that starts after this commit; an empty intent when that change is
+                complete; None to leave the recorded intent as it is.
+
+        Raises:
+            BankError: when the bank is not open for writing, or the disk refuses the write. The bank on disk is what it
+                was, and so is this one: the changes are dropped.
+        """
+        self._check_writable()
+        if intent is not None:
+            self._set(intent=intent)
+        if self._uncreated is not None:
+            self._create_now(self._uncreated)
+            return
+        link, settings = self.connection, self._state.settings
+        if not link.in_transaction and settings == self._committed.settings:
+            return
+        settings = settings.model_copy(update={"version": settings.version + 1})
+        is_cleaned = bool(self._touched) or self._is_unclean
+        with self._settled:
+            try:
+                self._begin_transaction(link)
+                link.write(PUT_SETTING, setting_rows(settings.by_name))
+                if not self._has_written:
+                    link.write("INSERT INTO writer VALUES (?, ?)", [(settings.version, self._name)])
+                link.write("INSERT INTO change VALUES (?, ?)", [(settings.version, one) for one in self._touched])
+                link.write("COMMIT")
+            except BaseException:
+                self.rollback()
+                raise
+            self._settle(settings)
+        if is_cleaned:
+            self._clean()
+
+    def _settle(self, settings: Settings) -> None:
+        """Makes the current contents what `rollback` goes back to."""
+        deleted = bool(self._touched)
+        keys = None if deleted else self._now.keys
+        self._state = self._now._replace(settings=settings, writer=self._name, keys=keys)
+        self._touched, self._has_written, self._latest = set(), True, None
+        self._committed, self._committed_version = self._state, self.version
+
+    def _clean(self) -> None:
+        """Takes what was deleted out of the log and of the derived file, or does so after a later commit."""
+        assert self._database is not None
+        if self._database.is_temporary:
+            return
+        self._is_unclean = True
+        with suppress(BankError):
+            remove_keys_file(self._database.path)
+            self._is_unclean = not self.connection.clean(wait=False)
+
+    def _create_now(self, path: Path) -> None:
+        """Puts a bank that was in memory into a file."""
+        assert self._database is not None
+        settings = self._now.settings.model_copy(update={"version": 1})
+        database = Database.create(path, self.connection, settings.by_name)
+        self._database.close()
+        version = self.version
+        self._uncreated = None
+        self._begin(database)
+        self.version = self._committed_version = version + 1
+
+    def rollback(self) -> None:
+        """Drops all changes since the last commit."""
+        if self._database is None or self._database.writer is None:
+            return
+        with self._settled:
+            self.connection.end()
+            settings = Settings.read(self.connection)
+            if settings.version != self._committed.settings.version:  # the commit that failed has succeeded
+                self._settle(settings)
+                return
+            if self._state is not self._committed or self._added or self._removed:
+                self._added, self._removed, self._touched = [], set(), set()
+                self._state = self._committed
+                self.version += 1
+                self._committed_version = self.version
+
+    def compact(self) -> None:
+        """Commits, and makes the file as small as its contents.
+
+        No byte of what was deleted is in it, in its log or in the derived file afterwards.
+
+        Raises:
+            BankError: see `commit`; also when everything is committed, but another process reads an older commit, so
+                that the log has to keep it. Compact the bank again once that process has ended or refreshed.
+        """
+        self.commit()
+        assert self._database is not None
+        if self._database.is_temporary:
+            return
+        link = self.connection
+        if self._committed.settings.changes_since < self._committed.settings.version:
+            self._set(changes_since=self._committed.settings.version)
+            with self._changing():
+                link.write("DELETE FROM change")
+            self.commit()
+        remove_keys_file(self._database.path)
+        link.rows("PRAGMA incremental_vacuum", what="written to")
+        self._latest = None
+        if not link.clean(wait=True):
+            raise BankError(
+                f"{self.path} is committed, but another process reads an older commit of it, which its log has to "
+                "keep; compact it again once that process has ended or has refreshed its bank"
+            )
+        self._is_unclean = False
+        self._write_keys_file()
+
+    def _write_keys_file(self) -> None:
+        """Writes the derived file of a large bank, if much has come since it was written."""
+        state = self._committed
+        rows = len(state.directory.row_keys)
+        known = 0 if state.keys is None else len(state.keys.directory.row_keys)
+        if rows < _MANY_ROWS or self.connection.in_transaction or rows - known < rows // 10 or self._database is None:
+            return
+        with suppress(BankError, OSError):  # it is a convenience
+            if self.layout.summary or self.layout.lexical_vectors:
+                summaries = Summaries.cat(list(self.overview()))
+                write_keys_file(self._database.path, (state.settings.version, state.writer), state.directory, summaries)
+
+    def refresh(self) -> bool:
+        """Moves a bank that is open for reading to the last commit, also to that of a backup that was put in its place.
+
+        Returns:
+            True if there was another commit.
+
+        Raises:
+            BankError: when the bank on disk is damaged; this object then stays at its old commit.
+            FingerprintError: when a bank of another model has taken its place.
+        """
+        if self._pin is None or self._database is None:
+            return False
+        database, former = self._database, self._committed
+        if database.identity != database.opened:
+            database = Database.open(database.path, write=False)
+        pin = database.pin()
+        state = _read_state(pin.connection, former if database is self._database else None)
+        if state.settings.fingerprint != self.fingerprint:
+            raise FingerprintError(
+                f"{self.path} was written by {describe(self.fingerprint)} and has been replaced by a bank of "
+                f"{describe(state.settings.fingerprint)}; open it again, with that model"
+            )
+        is_same = (state.settings.version, state.writer) == (former.settings.version, former.writer)
+        self._database, self._pin = database, pin
+        if is_same and database is self._database and state.directory is former.directory:
+            return False
+        if not has_commit(pin.connection, former.settings.version, former.writer):
+            self.history += 1
+        self._state = self._committed = state
+        self.version += 1
+        self._committed_version = self.version
+        return not is_same
+
+    def save(self, path: str | Path) -> None:
+        """Writes a copy, without what was not committed, as a new bank on disk.
+
+        Raises:
+            BankError: when there is a file of this name.
+        """
+        pin = self._pinned()
+        Database.create(local_path(path), pin.connection).close()
+
+    def close(self) -> None:
+        """Ends reading and writing, so that another process can write. Changes that were not committed are lost.
+
+        A bank in memory stays as it is.
+        """
+        if self._database is None or self._database.is_temporary:
+            return
+        if self.writable:
+            self.rollback()
+            self._write_keys_file()
+            if self._is_unclean:
+                self._clean()
+        self._database.close()
+        self._pin = self._latest = None
+        self._database = None
+
+    def __enter__(self) -> MemoryBank:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def _check_writable(self) -> None:
+        if self._database is None:
+            raise BankError(f"{self.path} was closed; open it again")
+        if self._database.writer is None:
+            raise BankError(f"{self.path} is not open for writing; open it with write=True")
+
+
+def _read_state(link: Connection, former: State | None) -> State:
+    """The bank that a connection sees; what is known from a former commit is not read again."""
+    settings = Settings.read(link)
+    writer = writer_at(link, settings.version)
+    if former is not None and (settings.version, writer) == (former.settings.version, former.writer):
+        return former._replace(settings=settings)
+    quantizer = _read_quantizer(link, settings)
+    keys = None
+    if (
+        former is not None
+        and former.settings.version >= settings.changes_since
+        and has_commit(link, former.settings.version, former.writer)
+    ):
+        base, known = former.directory, former.settings
+        keys = former.keys
+    else:
+        keys = read_keys_file(link.path)
+        if keys is not None and (
+            keys.version < settings.changes_since or not has_commit(link, keys.version, keys.writer)
+        ):
+            keys = None
+        if keys is None:
+            return State(settings, _checked_directory(link, Directory.read(link), settings), quantizer, writer)
+        base = keys.directory
+        last = int(base.sequences[-1]) + 1 if len(base.sequences) else 0
+        known = settings.model_copy(update={"version": keys.version, "next_sequence": last})
+    changed = [one for (one,) in link.rows("SELECT DISTINCT entry FROM change WHERE version > ?", (known.version,))]
+    base = base.without(changed)
+    if changed:
+        keys = None
+        for first in range(0, len(changed), _MOST):
+            some = ",".join(map(str, changed[first : first + _MOST]))
+            base = base.joined(Directory.read(link, f"sequence IN ({some}) AND sequence < {known.next_sequence}"))
+    base = base.joined(Directory.read(link, f"sequence >= {known.next_sequence}"))
+    return State(settings, _checked_directory(link, base, settings), quantizer, writer, keys)
+
+
+def _checked_directory(link: Connection, directory: Directory, settings: Settings) -> Directory:
+    if (settings.shape is None) != (not len(directory.sequences)) or (
+        len(directory.sequences) and int(directory.sequences[-1]) >= settings.next_sequence
+    ):
+        raise DamageError(
+            f"{link.path} is damaged: its entries and its settings do not agree; restore it from a backup"
+        )
+    return directory
+
+
+def _read_quantizer(link: Connection, settings: Settings) -> ProductQuantizer | None:
+    found = link.rows("SELECT data, crc FROM codebook")
+    try:
+        if settings.layout.dtype != "pq":
+            if found:
+                raise ValueError("it has codebooks, and its rows are not kept as pq")
+            return None
+        if not found:
+            if settings.shape is not None:
+                raise ValueError("it has no codebooks")
+            return None
+        [(data, crc)] = found
+        if zlib.crc32(data) != crc:
+            raise ValueError("the checksum of its codebooks differs")
+        quantizer = ProductQuantizer.of_tensors(load_tensors(data))
+        sizes = (quantizer.fingerprint, quantizer.whole, quantizer.code_bytes)
+        if settings.shape is not None and (
+            sizes != (settings.fingerprint, settings.layout.whole_tokens, settings.layout.code_bytes)
+            or quantizer.row_shape != settings.shape
+        ):
+            raise ValueError("its codebooks are for other rows")
+        return quantizer
+    except (ValueError, TypeError, KeyError, RuntimeError, SafetensorError) as error:
+        raise DamageError(f"{link.path} is damaged: {error}; restore it from a backup") from error
+
+
+def writer_at(link: Connection, version: int) -> str:
+    """Name of the writer that made a commit; empty if nobody has told."""
+    found = link.rows("SELECT name FROM writer WHERE version <= ? ORDER BY version DESC LIMIT 1", (version,))
+    return str(found[0][0]) if found else ""
+
+
+def has_commit(link: Connection, version: int, writer: str) -> bool:
+    """True if a commit, by its number and writer, is the one that a connection sees, or one that it has come from."""
+    [(latest,)] = link.rows("SELECT value FROM setting WHERE name = 'version'")
+    return version <= int(latest) and writer_at(link, version) == writer
+
+
+def _document_fields(member: Member) -> tuple[Any, ...]:
+    """The columns of a document, from its id on."""
+    metadata = json.dumps(dict(member.metadata))
+    hashes = b"".join(id_hash(name).to_bytes(8, "little", signed=True) for name in member.supersedes)
+    fields = (member.document_id, member.content_hash, metadata, member.added)
+    return (*fields, id_hash(member.document_id), member.moment, hashes or None, _crc(*fields))
+
+
+def _crc(*fields: str) -> int:
+    return zlib.crc32("\0".join(fields).encode("utf-8", "surrogatepass"))
+
+
+def _marks(values: Sequence[Any]) -> str:
+    return ",".join("?" * len(values))

@@ -1,0 +1,306 @@
+"""What all readers of a bank have in common: encoded questions, allowed rows, recent answers, mass by document."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections import OrderedDict
+from collections.abc import Callable, Container, Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from mac_rag.bank.interface import BankContents
+from mac_rag.bank.known_documents import KnownDocuments
+from mac_rag.config import AttentionConfig
+from mac_rag.errors import BankError, ConfigError
+from mac_rag.nn.memory_tokens import MemoryTokens
+from mac_rag.nn.unpadded_bert import last_states_without_gradients
+
+if TYPE_CHECKING:
+    from mac_rag.model import MACModel
+
+
+# Number of questions whose attention mass is computed together.
+_MASS_BATCH = 8
+# What the best row leaves to all others, at least, in log-odds: a share of 1 is a matter of rounding.
+_LEAST_REST = 1e-3
+
+
+@dataclass(frozen=True)
+class Aggregated:
+    """The bank aggregated for B questions.
+
+    Attributes:
+        phi: `[B, T, D]`, phi* of each question.
+        discarded: `[B]`, the share of the document prior on rows that were not attended to; zero if all rows were.
+            `PriorIndex.search` tells when it is exact.
+        unread: the share of the documents that could not be read; zero if the bank is one.
+        mass: `[B, K]`, the share of each question's attention that goes to each row, where it was asked for.
+    """
+
+    phi: Tensor
+    discarded: Tensor
+    unread: float = 0.0
+    mass: Tensor | None = None
+
+
+def prior_summary(scores: Tensor, visible: Tensor | None) -> Tensor:
+    """The largest document prior and the log-sum-exp of all, `[B, 2]`; -inf where there is none.
+
+    Args:
+        scores: `[B, K]`, the prior of each row with its scale.
+        visible: `[K]`, which rows may be seen, bool; None for all.
+
+    Examples:
+        >>> prior_summary(torch.tensor([[1.0, 0.0, 9.0]]), torch.tensor([True, True, False]))
+        tensor([[1.0000, 1.3133]])
+    """
+    if visible is not None:
+        scores = scores.masked_fill(~visible.to(scores.device), -torch.inf)
+    scores = functional.pad(scores, (0, 1), value=-torch.inf)
+    return torch.stack([scores.amax(1), scores.logsumexp(1)], 1)
+
+
+class BringsReader(BankContents, Protocol):
+    """Contents of a bank that this process cannot read by itself."""
+
+    def reader(self, model: MACModel, config: AttentionConfig) -> Reader:
+        """A reader of these contents."""
+
+
+class Reader(ABC):
+    """Reads a bank with one model.
+
+    Args:
+        model: the model that reads; its weights must not change while the reader is in use.
+        bank: a bank that this model wrote, or a snapshot of one.
+        config: attention strategy and cache of keys and values.
+    """
+
+    def __init__(self, model: MACModel, bank: BankContents, config: AttentionConfig) -> None:
+        self.model = model
+        self.bank = bank
+        self.config = config
+        self._recent = RecentQuestions()
+
+    @abstractmethod
+    def follow(self, bank: BankContents) -> None:
+        """Reads another state of the bank from now on. What is known of rows that both have is kept."""
+
+    @abstractmethod
+    def _aggregate(
+        self, questions: Sequence[str], visible: Tensor | None, ids: Mapping[str, Sequence[int]], *, mass: bool
+    ) -> Aggregated:
+        """Aggregates the bank for each question; `visible` `[K]` says which rows may be seen, None for all."""
+
+    @abstractmethod
+    def _prior_summary(self, questions: Sequence[str], visible: Tensor | None) -> tuple[Tensor, int]:
+        """As `prior_summary`, of a model with a document prior; and the number of rows that may be seen."""
+
+    @property
+    def recent_questions(self) -> tuple[int, int]:
+        """How often a question was found in the cache of recent ones, and how often it was not."""
+        return self._recent.hits, self._recent.misses
+
+    def aggregate(
+        self,
+        questions: Sequence[str],
+        allowed: Container[str] | None = None,
+        *,
+        ids: Sequence[Sequence[int]] | None = None,
+        mass: bool = False,
+    ) -> Aggregated:
+        """Aggregates the bank for each question (equation 1).
+
+        Results of recent questions are cached until the bank changes, but for those with the mass.
+
+        Args:
+            questions: B texts.
+            allowed: ids of the documents that may have any influence; None for all.
+            ids: token ids of each question for the input encoder, where they are known.
+            mass: True computes the attention mass in the same pass.
+
+        Raises:
+            BankError: when the bank is empty or none of its documents is allowed.
+            ConfigError: with `mass`, as `attention_mass`.
+        """
+        known_ids = {} if ids is None else dict(zip(questions, ids, strict=True))
+        if mass:
+            visible = self._visible(allowed)
+            return self._with_mass(questions, lambda some: self._aggregate(some, visible, known_ids, mass=True))
+        by_moment = isinstance(allowed, KnownDocuments) and allowed.among is None
+        if not (allowed is None or by_moment):
+            return self._aggregate(questions, self._visible(allowed), known_ids, mass=False)
+        network = self.model.aggregation
+        moment = allowed.as_of if isinstance(allowed, KnownDocuments) else None
+        years = self.model.input_encoder.network.years
+        use_years = years is not None and years.use_years
+        switches = (network.use_prior, network.use_recency, network.training, use_years)
+        state = (self.bank.version, switches, by_moment, moment)
+
+        def compute(new: Sequence[str]) -> tuple[Tensor, Tensor]:
+            aggregated = self._aggregate(new, self._visible(allowed), known_ids, mass=False)
+            return aggregated.phi, aggregated.discarded
+
+        return Aggregated(*self._recent.look_up(questions, state, compute))
+
+    @torch.no_grad()
+    def attention_mass(self, questions: Sequence[str], allowed: Container[str] | None = None) -> Tensor:
+        """The share of each question's attention that goes to each row of the bank, in the last block.
+
+        Args:
+            questions: B texts.
+            allowed: ids of the documents that may have any influence; None for all.
+
+        Returns:
+            `[B, K]`; each question's shares sum to 1. Rows that are not attended to have 0.
+
+        Raises:
+            BankError: see `aggregate`.
+            ConfigError: for the strategy hierarchical (algorithm 3), under which no attention of one question reaches
+                all documents.
+        """
+        visible = self._visible(allowed)
+        mass = self._with_mass(questions, lambda some: self._aggregate(some, visible, {}, mass=True)).mass
+        assert mass is not None
+        return mass
+
+    def _with_mass(self, questions: Sequence[str], read: Callable[[Sequence[str]], Aggregated]) -> Aggregated:
+        """What `read` aggregates with the mass, a few questions at a time.
+
+        Raises:
+            ConfigError: see `attention_mass`.
+        """
+        if self.config.strategy == "hierarchical":
+            raise ConfigError(
+                "under strategy 'hierarchical' there is no attention of one question to all documents of this bank; "
+                "choose 'streaming' or 'preselect'"
+            )
+        # Because a pass over the bank then needs one number per row and query token.
+        parts = [read(questions[first : first + _MASS_BATCH]) for first in range(0, len(questions), _MASS_BATCH)]
+        masses = [part.mass for part in parts if part.mass is not None]
+        return Aggregated(
+            torch.cat([part.phi for part in parts]),
+            torch.cat([part.discarded for part in parts]),
+            max(part.unread for part in parts),
+            torch.cat(masses),
+        )
+
+    @torch.no_grad()
+    def prior_evidence(self, questions: Sequence[str], allowed: Container[str] | None = None) -> Tensor | None:
+        """What the document prior says of the best row for each question, `[B, 2]`; None for a model without a prior.
+
+        First its prior before the scale, then the log-odds of its share among all rows, `log(p / (1 - p))`, where p is
+        the softmax of the priors: how far it is ahead of all others together. With one row that may be seen there are
+        no others, and the log-odds are 0.
+
+        Raises:
+            BankError: see `aggregate`.
+        """
+        prior = self.model.aggregation.prior
+        if prior is None:
+            return None
+        found, rows = self._prior_summary(questions, self._visible(allowed))
+        best, all_rows = found.unbind(1)
+        share = (best - all_rows).exp().clamp(max=1.0)
+        odds = (share / (1 - share + _LEAST_REST)).log() if rows > 1 else torch.zeros_like(share)
+        return torch.stack([best / prior.log_scale.exp(), odds], 1)
+
+    def document_mass(
+        self, questions: Sequence[str], allowed: Container[str] | None = None
+    ) -> tuple[list[str], Tensor]:
+        """As `attention_mass`, for each document that may be seen; merged documents share their entry's mass equally.
+
+        Returns:
+            The document ids, and the mass `[B, documents]` on the CPU; each row sums to 1. A document that was merged
+            with one that is not allowed is not among them.
+        """
+        return self.by_document(self.attention_mass(questions, allowed), allowed)
+
+    def by_document(self, mass: Tensor, allowed: Container[str] | None) -> tuple[list[str], Tensor]:
+        """The mass of rows `[B, K]` as that of documents; see `document_mass`."""
+        mass = mass.cpu()
+        visible = self._visible(allowed)
+        members = [
+            (row, row_ids)
+            for row, row_ids in enumerate(self.bank.row_members)
+            if visible is None or visible[row].item()
+        ]
+        seen = {document_id for _, row_ids in members for document_id in row_ids}
+        ids = [document_id for document_id in self.bank.document_ids if document_id in seen]
+        place = {document_id: index for index, document_id in enumerate(ids)}
+        owners = [(row, place[document_id], len(row_ids)) for row, row_ids in members for document_id in row_ids]
+        rows, documents, shared = (torch.tensor(column) for column in zip(*owners, strict=True))
+        return ids, mass.new_zeros(len(mass), len(ids)).index_add_(1, documents, mass[:, rows] / shared)
+
+    def _encoded(self, questions: Sequence[str], ids: Mapping[str, Sequence[int]]) -> MemoryTokens:
+        encoder = self.model.input_encoder
+        rows = [ids.get(question) or encoder.ids(question) for question in questions]
+        encoded: MemoryTokens = encoder(rows, last_states_without_gradients)
+        return encoded
+
+    def _visible(self, allowed: Container[str] | None) -> Tensor | None:
+        """Which rows may be seen, bool `[K]`; a row of several documents only if all are allowed. None for all rows."""
+        if not len(self.bank):
+            raise BankError("the memory bank is empty; adapt to some documents first")
+        if allowed is None:
+            return None
+        visible = self.bank.visible_rows(allowed)
+        if not visible.any():
+            if isinstance(allowed, KnownDocuments):
+                raise BankError(f"the memory bank holds no {allowed}; ask about a later moment, or allow others")
+            raise BankError("none of the documents in the memory bank is among those allowed")
+        return visible
+
+
+class RecentQuestions:
+    """Keeps phi* and the discarded prior of the most recent questions, until the state that they depend on changes.
+
+    LlamaIndex's response mode `refine` asks the same question for one node after the other, and an evaluation asks it
+    with one retriever after the other; phi* depends on neither.
+
+    Args:
+        max_bytes: memory for phi* of all cached questions; the least recently used ones go first.
+
+    Attributes:
+        hits, misses: questions that were found here, and that were not.
+    """
+
+    def __init__(self, max_bytes: int = 128 << 20) -> None:
+        self.hits = self.misses = 0
+        self._max_bytes = max_bytes
+        self._state: Hashable = None
+        self._results: OrderedDict[str, tuple[Tensor, Tensor]] = OrderedDict()
+
+    def look_up(
+        self, questions: Sequence[str], state: Hashable, compute: Callable[[Sequence[str]], tuple[Tensor, Tensor]]
+    ) -> tuple[Tensor, Tensor]:
+        """Returns cached results, and computes the missing ones.
+
+        Args:
+            questions: B texts; equal ones are computed once.
+            state: everything else that the result depends on; a new state empties the cache.
+            compute: called with the questions that are not cached; returns phi* `[n, T, D]` and discarded prior `[n]`.
+
+        Returns:
+            phi* `[B, T, D]` and discarded prior `[B]`.
+        """
+        if state != self._state:
+            self._results.clear()
+            self._state = state
+        new = [question for question in dict.fromkeys(questions) if question not in self._results]
+        self.misses += len(new)
+        self.hits += len(questions) - len(new)
+        if new:
+            # A copy of each row: a view of one would keep the whole batch.
+            rows = ((phi.clone(), discarded.clone()) for phi, discarded in zip(*compute(new), strict=True))
+            self._results.update(zip(new, rows, strict=True))
+        for question in questions:
+            self._results.move_to_end(question)
+        phi, discarded = zip(*(self._results[question] for question in questions), strict=True)
+        while len(self._results) * phi[0].nbytes > self._max_bytes:
+            self._results.popitem(last=False)
+        return torch.stack(phi), torch.stack(discarded)

@@ -1,0 +1,587 @@
+"""The file of a bank: a SQLite database with its schema, its connections and its errors.
+
+    setting    what holds for the whole bank, by name, as JSON
+    entry      the entries, in the order of arrival
+    document   the documents of the entries, without their texts
+    text       their texts, in a bank that keeps texts
+    row        the memory tokens
+    overview   what is read of every row before the first question
+    codebook   with rows pq, what their codes are looked up in
+    change     which entries were deleted or described anew, and in which commit
+    writer     which writer has made the commits from one on
+
+The key of a document or row is the number of its entry times 2 ** 16, and its number within the entry. The database has
+a write-ahead log: readers see one commit while a writer makes the next. One process at a time writes; it holds the lock
+of the file `<bank>-lock`, which names it.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import re
+import sqlite3
+import stat
+import tempfile
+import threading
+import weakref
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, TypeAlias
+from urllib.parse import quote
+
+from filelock import FileLock, Timeout
+
+from mac_rag.atomic_files import make_folder, private, sync_folder
+from mac_rag.errors import BankError, DamageError, FullDiskError
+
+# The key of a row or document holds its number within the entry in these low bits.
+PART_BITS = 16
+APPLICATION = 0x4D414342
+SCHEMA_VERSION = 1
+SCHEMA = (
+    "CREATE TABLE setting (name TEXT PRIMARY KEY, value TEXT NOT NULL) STRICT, WITHOUT ROWID",
+    "CREATE TABLE entry (sequence INTEGER PRIMARY KEY, rows INTEGER NOT NULL, documents INTEGER NOT NULL) STRICT",
+    "CREATE TABLE document (key INTEGER PRIMARY KEY, id TEXT NOT NULL UNIQUE, content_hash TEXT NOT NULL, "
+    "metadata TEXT NOT NULL, added TEXT NOT NULL, hash INTEGER NOT NULL, moment INTEGER NOT NULL, supersedes BLOB, "
+    "crc INTEGER NOT NULL) STRICT",
+    "CREATE TABLE text (document INTEGER PRIMARY KEY REFERENCES document ON DELETE CASCADE, text TEXT NOT NULL) STRICT",
+    "CREATE TABLE row (key INTEGER PRIMARY KEY, tokens INTEGER NOT NULL, codes BLOB NOT NULL, "
+    "crc INTEGER NOT NULL) STRICT",
+    "CREATE TABLE overview (key INTEGER PRIMARY KEY REFERENCES row ON DELETE CASCADE, summary BLOB NOT NULL, "
+    "places BLOB NOT NULL, weights BLOB NOT NULL, crc INTEGER NOT NULL) STRICT",
+    "CREATE TABLE codebook (number INTEGER PRIMARY KEY CHECK (number = 1), data BLOB NOT NULL, "
+    "crc INTEGER NOT NULL) STRICT",
+    "CREATE TABLE change (version INTEGER NOT NULL, entry INTEGER NOT NULL, PRIMARY KEY (version, entry)) "
+    "STRICT, WITHOUT ROWID",
+    "CREATE TABLE writer (version INTEGER PRIMARY KEY, name TEXT NOT NULL) STRICT",
+)
+# Endings of the files beside a bank: of SQLite, the lock, the derived keys, and a file that is not complete yet.
+WAL, SHM, LOCK, KEYS, UNFINISHED = "-wal", "-shm", "-lock", "-keys", "-new"
+_PAGE = 16384  # bytes; memory tokens of a row take several
+_WAIT = 10.0  # seconds for another process to end its commit, or to close the bank
+_NO_ROOM = "nothing was changed: free some space on the disk, and do it again"
+_LARGEST_VALUE = 1 << 30  # bytes of a text or blob
+# One letter in front of the colon is a drive of Windows.
+_URL = re.compile(r"[a-zA-Z][a-zA-Z0-9+.-]+:/")
+Values: TypeAlias = Sequence[Any]
+
+
+def local_path(place: str | Path) -> Path:
+    """The file of a bank.
+
+    Raises:
+        BankError: for a URL, and for a name that no file has.
+    """
+    if _URL.match(str(place)):
+        url = re.sub(r":/+", "://", str(place), count=1)  # a path has lost a slash
+        raise BankError(
+            f"{url} is a URL, and a bank is a file: fetch it with mac-rag bank pull {url} FILE, and put it back with "
+            f"mac-rag bank push FILE {url}"
+        )
+    if "\0" in str(place):
+        raise BankError(f"{str(place)!r} cannot be the file of a memory bank: its name has a NUL")
+    return Path(place)
+
+
+def exists(path: Path) -> bool:
+    """True if there is a file that is not empty. Whether it is a bank, opening it tells.
+
+    Raises:
+        BankError: for what is no file, and where the system does not say what is there.
+    """
+    try:
+        status = path.stat()
+    except FileNotFoundError:
+        if path.is_symlink():
+            raise BankError(f"{path} is a link to nothing; remove it, or name another file") from None
+        return False
+    except OSError as error:
+        raise BankError(f"{path} cannot be read as a memory bank: {error.strerror}") from error
+    if stat.S_ISDIR(status.st_mode):
+        raise BankError(f"{path} is a folder, and a memory bank is one file; name a file, such as {path / 'bank.mac'}")
+    if not stat.S_ISREG(status.st_mode):
+        raise BankError(f"{path} is not a file, and a memory bank is one; name another")
+    return status.st_size > 0
+
+
+@contextmanager
+def database_errors(path: Path, what: str) -> Iterator[None]:
+    """Turns errors of SQLite and of the file system into errors that name the bank: it "cannot be {what}".
+
+    Raises:
+        FullDiskError: when there is no room on the disk.
+        DamageError: when the file is not what was written.
+        BankError: for anything else.
+    """
+    try:
+        yield
+    except OSError as error:
+        reason = f"{path} cannot be {what}: {error.strerror or error}"
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise FullDiskError(f"{reason}; {_NO_ROOM}") from error
+        raise BankError(reason) from error
+    except sqlite3.Error as error:
+        code = (getattr(error, "sqlite_errorcode", None) or sqlite3.SQLITE_ERROR) & 0xFF
+        if code in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):
+            raise BankError(
+                f"{path} cannot be {what}: another process is using it; wait until it is done, or close the bank there"
+            ) from error
+        if code in (sqlite3.SQLITE_FULL, sqlite3.SQLITE_NOMEM):
+            raise FullDiskError(f"{path} cannot be {what}: {error}; {_NO_ROOM}") from error
+        if code in (sqlite3.SQLITE_IOERR, sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_READONLY, sqlite3.SQLITE_PERM):
+            raise BankError(f"{path} cannot be {what}: {error}") from error
+        raise DamageError(f"{path} is damaged or no memory bank: {error}; restore it from a backup") from error
+
+
+class Connection:
+    """One connection to a bank's file. Threads may share it; a call is done before the next one starts.
+
+    Args:
+        path: the file.
+        write: True to change it.
+    """
+
+    def __init__(self, path: Path, *, write: bool = False) -> None:
+        self.path = path
+        self._turn = threading.RLock()
+        with database_errors(path, "opened"):
+            self._connection = self._connect("rw")
+            try:
+                self._configure(write)
+            except sqlite3.OperationalError as error:
+                self._connection.close()
+                # In a folder where nothing can be written, a log that is not there cannot be begun, nor is there one.
+                if (
+                    write
+                    or _size(path, WAL)
+                    or error.sqlite_errorcode & 0xFF
+                    not in (
+                        sqlite3.SQLITE_CANTOPEN,
+                        sqlite3.SQLITE_READONLY,
+                    )
+                ):
+                    raise
+                self._connection = self._connect("ro&immutable=1")
+                self._configure(write)
+            except BaseException:
+                self._connection.close()
+                raise
+
+    def _connect(self, mode: str) -> sqlite3.Connection:
+        return sqlite3.connect(
+            f"file:{quote(str(self.path.absolute()))}?mode={mode}",
+            uri=True,
+            timeout=_WAIT,
+            isolation_level=None,
+            check_same_thread=False,
+        )
+
+    def _configure(self, write: bool) -> None:
+        connection = self._connection
+        connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, _LARGEST_VALUE)
+        connection.setlimit(sqlite3.SQLITE_LIMIT_ATTACHED, 0)
+        for setting in ("trusted_schema = OFF", "cell_size_check = ON", "mmap_size = 0", "cache_size = -16384"):
+            connection.execute(f"PRAGMA {setting}")
+        if write:
+            for setting in ("journal_mode = WAL", "synchronous = FULL", "foreign_keys = ON", "secure_delete = ON"):
+                connection.execute(f"PRAGMA {setting}").fetchall()
+        else:
+            connection.execute("PRAGMA query_only = ON")
+        connection.execute("SELECT count(*) FROM sqlite_schema").fetchall()  # fails here rather than later
+
+    def rows(self, statement: str, values: Values = (), what: str = "read") -> list[Any]:
+        """Executes a statement, and returns all rows of its result.
+
+        Raises:
+            BankError: see `database_errors`.
+        """
+        with self._turn, database_errors(self.path, what):
+            return self._connection.execute(statement, values).fetchall()
+
+    def write(self, statement: str, many: Iterable[Values] | None = None) -> None:
+        """Executes a statement, with `many` once for each of their values.
+
+        Raises:
+            BankError: see `database_errors`.
+        """
+        with self._turn, database_errors(self.path, "written to"):
+            if many is None:
+                self._connection.execute(statement)
+            else:
+                self._connection.executemany(statement, many)
+
+    @property
+    def in_transaction(self) -> bool:
+        """True between the begin of a transaction and its end."""
+        return self._connection.in_transaction
+
+    def end(self) -> None:
+        """Ends the transaction, and takes back what was changed in it."""
+        with self._turn, suppress(sqlite3.Error):
+            if self._connection.in_transaction:
+                self._connection.execute("ROLLBACK")
+
+    def copy_to(self, path: Path) -> None:
+        """Writes a copy of the bank's last commit as a new file, even while others write to the bank.
+
+        Raises:
+            BankError: see `database_errors`; there may be an incomplete file.
+        """
+        with self._turn, database_errors(self.path, f"copied to {path}"):
+            os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
+            target = sqlite3.connect(path, isolation_level=None)
+            try:
+                target.execute("PRAGMA synchronous = FULL")
+                self._connection.backup(target, pages=1024, sleep=0)
+                # The copy has the header of a database with a log; without one, it is complete in one file.
+                target.execute("PRAGMA journal_mode = DELETE").fetchall()
+            finally:
+                target.close()
+
+    def copy_from(self, source: Connection) -> None:
+        """Replaces everything in this database by what is in another, in one transaction.
+
+        Raises:
+            BankError: see `database_errors`.
+        """
+        with self._turn, database_errors(self.path, "written to"):
+            source._connection.backup(self._connection, pages=-1)
+
+    def clean(self, *, wait: bool) -> bool:
+        """Moves the log into the file and empties it, so that nothing older is left in it.
+
+        Args:
+            wait: True to wait for readers of older commits.
+
+        Returns:
+            False if such a reader was in the way.
+        """
+        with self._turn, database_errors(self.path, "written to"):
+            self._connection.execute(f"PRAGMA busy_timeout = {int(_WAIT * 1000) if wait else 0}")
+            try:
+                [(busy, *_)] = self._connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
+            except sqlite3.OperationalError as error:
+                if error.sqlite_errorcode & 0xFF not in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):
+                    raise
+                busy = 1
+            finally:
+                self._connection.execute(f"PRAGMA busy_timeout = {int(_WAIT * 1000)}")
+            return not busy
+
+    def close(self) -> None:
+        """Closes the connection; a second call does nothing."""
+        with self._turn, suppress(sqlite3.Error):
+            self._connection.close()
+
+
+class Database:
+    """A bank's file, and the connections of this process to it.
+
+    Args:
+        path: the file.
+        lock: the right to write to it; None to read only.
+        folder: a folder of its own, which goes with this object; None for a bank that stays.
+
+    Attributes:
+        writer: the connection that changes the file; None to read only.
+        opened: its `identity` when it was opened.
+
+    Raises:
+        BankError: when it is no bank, its format is unknown, or it cannot be opened.
+    """
+
+    def __init__(
+        self, path: Path, lock: WriterLock | None, folder: tempfile.TemporaryDirectory[str] | None = None
+    ) -> None:
+        self.path = path
+        self.lock = lock
+        self.is_temporary = folder is not None
+        self._folder = folder
+        self.opened = self.identity
+        self._idle: list[Connection] = []
+        self.writer = None if lock is None and folder is None else Connection(path, write=True)
+        try:
+            check_format(self.writer or self._first())
+        except BaseException:
+            self.close()
+            raise
+        if self.is_temporary:
+            assert self.writer is not None
+            self.writer.write("PRAGMA synchronous = OFF")  # nobody opens it after this process has ended
+
+    def _first(self) -> Connection:
+        self._idle.append(Connection(self.path))
+        return self._idle[0]
+
+    @classmethod
+    def open(cls, path: Path, *, write: bool) -> Database:
+        """Opens the file of a bank.
+
+        Raises:
+            BankError: when there is no bank, it cannot be opened, or with `write` another process writes to it.
+        """
+        if not exists(path):
+            raise BankError(f"there is no memory bank {path}")
+        if not write:
+            return cls(path, None)
+        lock = WriterLock(path)
+        try:
+            return cls(path, lock)
+        except BaseException:
+            lock.release()
+            raise
+
+    @classmethod
+    def create(cls, path: Path, source: Connection | None = None, settings: Iterable[tuple[str, Any]] = ()) -> Database:
+        """Makes a new file and opens it for writing. After a crash or an error, there is no file of this name.
+
+        Args:
+            path: the file.
+            source: what it holds: a copy of another bank; None for nothing but settings.
+            settings: settings by name; others stay those of the copy.
+
+        Raises:
+            BankError: when there is something of this name, or the file cannot be written.
+        """
+        if exists(path):
+            raise BankError(f"{path} holds a memory bank or another file; open it, or choose another name")
+        unfinished = path.with_name(path.name + UNFINISHED)
+        with database_errors(path, "written to"):
+            make_folder(path.parent)
+        lock = WriterLock(path)
+        try:
+            with database_errors(path, "written to"):
+                _remove(unfinished)
+                if source is None:
+                    _new_file(unfinished)
+                else:
+                    source.copy_to(unfinished)
+                _put_settings(unfinished, settings)
+                if exists(path):
+                    raise BankError(f"{path} has come meanwhile; choose another name")
+                unfinished.replace(path)
+                sync_folder(path.parent)
+            return cls(path, lock)
+        except BaseException:
+            with suppress(OSError):
+                _remove(unfinished)
+            lock.release()
+            raise
+
+    @classmethod
+    def temporary(cls, settings: Iterable[tuple[str, Any]]) -> Database:
+        """A bank that this process alone sees, and that goes with the object."""
+        folder = tempfile.TemporaryDirectory(prefix="mac-rag-", ignore_cleanup_errors=True)
+        path = Path(folder.name) / "bank"
+        with database_errors(path, "written to"):
+            _new_file(path)
+            _put_settings(path, settings)
+        return cls(path, None, folder)
+
+    def pin(self) -> Pin:
+        """A connection that sees the last commit as long as it is held."""
+        connection = self._idle.pop() if self._idle else Connection(self.path)
+        return Pin(connection, self._idle)
+
+    @property
+    def identity(self) -> tuple[int, int] | None:
+        """What tells the file from another that took its name."""
+        with suppress(OSError):
+            status = self.path.stat()
+            return status.st_dev, status.st_ino
+        return None
+
+    def close(self) -> None:
+        """Closes all connections but those that are pinned, and releases the right to write."""
+        if self.writer is not None:
+            self.writer.end()
+            self.writer.close()
+        while self._idle:
+            self._idle.pop().close()
+        if self.lock is not None:
+            self.lock.release()
+
+
+class Pin:
+    """A connection in a transaction that only reads: it sees one commit. It goes back when nobody holds this object.
+
+    Args:
+        connection: the connection.
+        idle: where it goes back to.
+    """
+
+    def __init__(self, connection: Connection, idle: list[Connection]) -> None:
+        self.connection = connection
+        self.release = weakref.finalize(self, _give_back, connection, idle)
+        connection.rows("BEGIN")
+        connection.rows("SELECT count(*) FROM setting")  # the transaction begins with what is read first
+
+
+def _give_back(connection: Connection, idle: list[Connection]) -> None:
+    connection.end()
+    if len(idle) < 4:
+        idle.append(connection)
+    else:
+        connection.close()
+
+
+def check_format(connection: Connection) -> None:
+    """Refuses every file that is not a bank of the present format.
+
+    Raises:
+        BankError: for another file or format.
+        DamageError: for another schema.
+    """
+    path = connection.path
+    [(application,)] = connection.rows("PRAGMA application_id")
+    if application != APPLICATION:
+        raise BankError(f"{path} is not a memory bank; name the file of one, or another name for a new bank")
+    [(version,)] = connection.rows("PRAGMA user_version")
+    if version != SCHEMA_VERSION:
+        raise BankError(
+            f"{path} has format {version}, and this version of mac_rag reads format {SCHEMA_VERSION}; read it with the "
+            "version that wrote it, or adapt to the documents again into a new bank"
+        )
+    found = connection.rows("SELECT sql FROM sqlite_schema WHERE sql IS NOT NULL")
+    if {sql for (sql,) in found} != set(SCHEMA) or len(found) != len(SCHEMA):
+        raise DamageError(f"{path} has tables that no memory bank has; restore it from a backup")
+
+
+def read_settings(connection: Connection) -> dict[str, Any]:
+    """The settings of a bank by name.
+
+    Raises:
+        DamageError: when one of them is not JSON.
+    """
+    try:
+        return {name: json.loads(value) for name, value in connection.rows("SELECT name, value FROM setting")}
+    except (ValueError, TypeError, RecursionError) as error:
+        raise DamageError(f"{connection.path} is damaged: a setting is not JSON: {error}") from error
+
+
+PUT_SETTING = "INSERT OR REPLACE INTO setting (name, value) VALUES (?, ?)"
+
+
+def setting_rows(settings: Iterable[tuple[str, Any]]) -> list[tuple[str, str]]:
+    """Settings as `PUT_SETTING` takes them."""
+    return [(name, json.dumps(value)) for name, value in settings]
+
+
+def _new_file(path: Path) -> None:
+    """Writes a database without documents, in one file, on the disk."""
+    os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
+    connection = sqlite3.connect(path, isolation_level=None)
+    try:
+        for setting in (
+            f"page_size = {_PAGE}",
+            "auto_vacuum = INCREMENTAL",
+            "synchronous = FULL",
+            f"application_id = {APPLICATION}",
+            f"user_version = {SCHEMA_VERSION}",
+        ):
+            connection.execute(f"PRAGMA {setting}")
+        connection.execute("BEGIN")
+        for statement in SCHEMA:
+            connection.execute(statement)
+        connection.execute("COMMIT")
+    finally:
+        connection.close()
+
+
+def _put_settings(path: Path, settings: Iterable[tuple[str, Any]]) -> None:
+    connection = sqlite3.connect(path, isolation_level=None)
+    try:
+        connection.execute("PRAGMA synchronous = FULL")
+        connection.execute("BEGIN")
+        connection.executemany(PUT_SETTING, setting_rows(settings))
+        connection.execute("COMMIT")
+    finally:
+        connection.close()
+
+
+def _remove(path: Path) -> None:
+    """Removes a database with the files beside it."""
+    for ending in ("", WAL, SHM, "-journal"):
+        path.with_name(path.name + ending).unlink(missing_ok=True)
+
+
+def _size(path: Path, ending: str) -> int:
+    with suppress(OSError):
+        return path.with_name(path.name + ending).stat().st_size
+    return 0
+
+
+class WriterLock:
+    """The right to write to a file or folder. Creating the object acquires it; it waits a little for another holder.
+
+    The lock is in a file beside it, which tells who holds it.
+
+    Args:
+        path: the file or folder.
+
+    Raises:
+        BankError: when another process holds the lock; names the process.
+    """
+
+    def __init__(self, path: Path, *, wait: float = 1.0) -> None:
+        self._path = path.with_name(path.name + LOCK)
+        self._process = os.getpid()
+        # Not bound to this thread: a bank may be opened in one thread and closed in another.
+        self._lock = FileLock(self._path, mode=0o600, thread_local=False)
+        try:
+            self._lock.acquire(timeout=wait, poll_interval=0.02)
+        except Timeout:
+            raise BankError(
+                f"{path} is open for writing in {self._holder()}; wait until it is done, or close the bank there"
+            ) from None
+        except OSError as error:
+            raise BankError(f"{path} cannot be written to: {error.strerror or error}") from error
+        self._file = _identity(self._path)
+        with suppress(OSError), open(self._path, "r+b", opener=private) as file:
+            since = datetime.now(UTC).isoformat(timespec="seconds")
+            file.write(f"process {self._process} since {since}\n".encode())
+            file.truncate()
+
+    def _holder(self) -> str:
+        try:
+            with open(self._path, errors="replace") as file:
+                note = file.read(200).strip()
+        except OSError:
+            note = ""
+        return note if re.fullmatch(r"process \d+ since [0-9T:+-]+", note) else "another process"
+
+    def check(self) -> None:
+        """Makes sure that the lock still keeps others out.
+
+        Raises:
+            BankError: in a process that was forked after the lock was acquired; when the lock's file was removed or
+                replaced, so that another process can hold a lock of the same name.
+        """
+        if os.getpid() != self._process:
+            raise BankError(
+                f"{self._path} was locked by process {self._process}, from which this process was forked; only that "
+                "one may write; open the bank after the fork, in one process"
+            )
+        if _identity(self._path) != self._file:
+            raise BankError(
+                f"{self._path} was removed or replaced while this process held the lock, so another process may be "
+                "writing; close the bank, open it again and repeat the change"
+            )
+
+    def release(self) -> None:
+        """Releases the lock. A second call does nothing, nor does one in a process that was forked from the holder."""
+        if os.getpid() == self._process:
+            self._lock.release()
+
+
+def _identity(path: Path) -> tuple[int, int] | None:
+    """What tells a file from others that had its name, as long as it is open; None if there is none."""
+    try:
+        status = path.stat()
+    except FileNotFoundError:
+        return None
+    return status.st_dev, status.st_ino

@@ -1,0 +1,135 @@
+"""How a model reads a bank for its questions: one view of the bank behind every attention strategy."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, cast
+
+import torch
+from torch import Tensor
+
+from mac_rag.bank.bank import Contents
+from mac_rag.bank.base_reader import Aggregated, BringsReader, Reader, RecentQuestions, prior_summary
+from mac_rag.bank.prior_index import PriorIndex
+from mac_rag.bank.projection import ProjectedBank
+from mac_rag.config import AttentionConfig
+from mac_rag.errors import ConfigError
+from mac_rag.lm.devices import DTYPES
+from mac_rag.nn.bank_view import BankView
+from mac_rag.nn.bank_view import prior_keys as prior_keys_of
+from mac_rag.nn.hierarchical import hierarchical
+from mac_rag.nn.memory_tokens import MemoryTokens
+
+if TYPE_CHECKING:
+    from mac_rag.bank.interface import BankContents
+    from mac_rag.model import MACModel
+
+
+class BankReader(Reader):
+    """Reads a bank in this process with one model.
+
+    Args:
+        model: the model that reads; its weights must not change while the reader is in use.
+        bank: a bank that this model wrote, or a snapshot of one.
+        config: attention strategy and cache of keys and values.
+
+    Raises:
+        ConfigError: for preselection with a model that has no document prior, and for the strategy hierarchical with
+            one that has slots.
+    """
+
+    bank: Contents
+
+    def __init__(self, model: MACModel, bank: Contents, config: AttentionConfig) -> None:
+        if config.strategy == "preselect" and model.aggregation.prior is None:
+            raise ConfigError("this model has no document prior to preselect by; choose strategy 'streaming'")
+        if config.strategy == "hierarchical" and model.aggregation.slots is not None:
+            count = model.aggregation.slots.count
+            raise ConfigError(
+                f"strategy {config.strategy!r} knows no slots, of which this model has {count}; choose 'streaming'"
+            )
+        super().__init__(model, bank, config)
+        self._rows: ProjectedBank | None = None
+        self._priors = PriorIndex()
+
+    def follow(self, bank: BankContents) -> None:
+        assert isinstance(bank, Contents)
+        if bank.history != self.bank.history:
+            self._rows, self._recent = None, RecentQuestions()
+            self._priors = PriorIndex()
+        self.bank = bank
+        if self._rows is not None:
+            self._rows.bank = bank
+
+    @torch.no_grad()
+    def _aggregate(
+        self, questions: Sequence[str], visible: Tensor | None, ids: Mapping[str, Sequence[int]], *, mass: bool
+    ) -> Aggregated:
+        network = self.model.aggregation
+        question, asked, look = self._encoded(questions, ids), self.model.asked(questions), self.model.look(questions)
+        device = question.tokens.device
+        nothing = torch.zeros(len(questions), device=device)
+        if self.config.strategy == "preselect":
+            selected, index, discarded = self._preselect(question, visible)
+            phi, found = network(question, selected, asked=asked, look=look, mass=mass)
+            if found is not None:
+                all_rows = found.new_zeros(len(questions), len(self.bank.row_keys))
+                found = all_rows.scatter_(1, index.to(found.device), found)
+            return Aggregated(phi, discarded, mass=found)
+        if self.config.strategy == "hierarchical":
+            view: BankView = self._projected()
+            if visible is not None:  # the groups are formed as if there were no other rows
+                view = view.select(visible.nonzero().T)
+            return Aggregated(hierarchical(network, question, view, self.config.subgroup, asked=asked), nothing)
+        mask = None if visible is None else visible.to(device).expand(len(questions), -1)
+        phi, found = network(question, self._projected(), mask=mask, asked=asked, look=look, mass=mass)
+        return Aggregated(phi, nothing, mass=found)
+
+    def _prior_summary(self, questions: Sequence[str], visible: Tensor | None) -> tuple[Tensor, int]:
+        prior = self.model.aggregation.prior
+        assert prior is not None
+        keys = prior_keys_of(self._projected())
+        scores = prior.score(prior.queries(self._encoded(questions, {})), keys)
+        return prior_summary(scores, visible), len(keys) if visible is None else int(visible.sum())
+
+    def _preselect(self, question: MemoryTokens, visible: Tensor | None) -> tuple[BankView, Tensor, Tensor]:
+        """The rows with the highest prior: a view, their numbers `[B, N]`, and the discarded prior `[B]`."""
+        prior = self.model.aggregation.prior
+        view = self._projected()
+        prior_keys = view.prior_keys
+        assert prior is not None
+        assert prior_keys is not None
+        queries, scale, n = prior.queries(question), prior.log_scale.exp(), self.config.preselected
+        if visible is None:
+            self._priors.refresh(view.row_keys, prior_keys)
+            index, discarded = self._priors.search(queries, scale, n)
+        else:
+            rows = visible.nonzero()[:, 0]
+            among = PriorIndex(exact_rows=len(rows))
+            among.refresh(view.row_keys[rows], prior_keys[rows.to(prior_keys.device)])
+            index, discarded = among.search(queries, scale, n)
+            index = rows.to(index.device)[index]
+        return view.select(index), index, discarded
+
+    def _projected(self) -> ProjectedBank:
+        if self._rows is None:
+            self._rows = ProjectedBank(
+                self.model.aggregation,
+                self.bank,
+                device=self.model.device,
+                dtype=DTYPES[self.config.cache_dtype],
+                budget_bytes=self.config.cache_bytes,
+            )
+        self._rows.refresh()
+        return self._rows
+
+
+def reader_of(model: MACModel, bank: BankContents, config: AttentionConfig) -> Reader:
+    """The reader of a bank, or of a snapshot of one, wherever it lies.
+
+    Raises:
+        ConfigError: for a strategy that the model or the bank does not support.
+    """
+    if isinstance(bank, Contents):
+        return BankReader(model, bank, config)
+    return cast(BringsReader, bank).reader(model, config)  # no check at run time: it would look at each property

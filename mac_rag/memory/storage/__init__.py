@@ -1,1 +1,0 @@
-"""Bytes on disk: segments, the manifest that names them, the writer's lock, verification and repair."""

@@ -1,0 +1,164 @@
+"""Every way of reading a bank gives what plain attention over the bank gives, and sees only what it may see."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+import pytest
+import torch
+
+from mac_rag.config import AttentionConfig
+from mac_rag.data.newswire.generate import generate
+from mac_rag.data.types import Document
+from mac_rag.errors import BankError, ConfigError
+from mac_rag.bank import MemoryBank
+from mac_rag.bank.base_reader import RecentQuestions
+from mac_rag.bank.reader import BankReader
+from mac_rag.model import MACModel
+from mac_rag.nn.memory_tokens import MemoryTokens
+from mac_rag.nn.unpadded_bert import Reading
+
+Strategy = Literal["streaming", "preselect", "hierarchical"]
+STRATEGIES: tuple[Strategy, ...] = ("streaming", "preselect", "hierarchical")
+NEWS = generate("train", 12)
+QUESTIONS = [question.question for question in NEWS.questions[:3]]
+
+
+def bank_of(model: MACModel, documents: list[Document]) -> MemoryBank:
+    bank = MemoryBank(model.fingerprint)
+    bank.put(documents, model.amortize([document.text for document in documents]))
+    return bank
+
+
+def exact(strategy: Strategy) -> AttentionConfig:
+    """Of a size that loses nothing."""
+    return AttentionConfig(strategy=strategy, preselected=100, subgroup=100)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("cache_bytes", [0, 2**30])
+def test_all_strategies_agree_where_they_lose_nothing(
+    tiny_model: MACModel, strategy: Strategy, cache_bytes: int
+) -> None:
+    bank = bank_of(tiny_model, NEWS.documents)
+    config = exact(strategy).model_copy(update={"cache_bytes": cache_bytes})
+    found = BankReader(tiny_model, bank, config).aggregate(QUESTIONS)
+    torch.testing.assert_close(found.phi, tiny_model.aggregate(QUESTIONS, bank.phi), atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(found.discarded, torch.zeros(3))
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_what_is_not_allowed_has_no_influence(tiny_model: MACModel, strategy: Strategy) -> None:
+    """As if the bank had never seen it, in phi* and in the attention mass."""
+    allowed = {document.id for document in NEWS.documents[::3]}
+    whole = BankReader(tiny_model, bank_of(tiny_model, NEWS.documents), exact(strategy))
+    part = BankReader(tiny_model, bank_of(tiny_model, NEWS.documents[::3]), exact(strategy))
+    torch.testing.assert_close(
+        whole.aggregate(QUESTIONS, allowed).phi, part.aggregate(QUESTIONS).phi, atol=1e-4, rtol=1e-4
+    )
+    if strategy != "hierarchical":
+        mass = whole.attention_mass(QUESTIONS, allowed)
+        torch.testing.assert_close(mass[:, ::3], part.attention_mass(QUESTIONS), atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(mass.sum(1), torch.ones(3))
+
+
+def test_a_question_asked_again_costs_nothing_until_the_bank_changes(
+    tiny_model: MACModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    encoded: list[int] = []
+    forward = tiny_model.input_encoder.forward
+
+    def counting(rows: list[list[int]], read: Reading) -> MemoryTokens:
+        encoded.append(len(rows))
+        return forward(rows, read)
+
+    monkeypatch.setattr(tiny_model.input_encoder, "forward", counting)
+    bank = bank_of(tiny_model, NEWS.documents[:8])
+    reader = BankReader(tiny_model, bank, exact("streaming"))
+    first = reader.aggregate(QUESTIONS[:2])
+    again = reader.aggregate([QUESTIONS[1], QUESTIONS[2], QUESTIONS[1]])
+    assert encoded == [2, 1]
+    torch.testing.assert_close(again.phi[0], first.phi[1], atol=0, rtol=0)
+    torch.testing.assert_close(again.phi[2], first.phi[1], atol=0, rtol=0)
+    torch.testing.assert_close(again.phi, tiny_model.aggregate([QUESTIONS[i] for i in (1, 2, 1)], bank.phi))
+    bank.delete(NEWS.documents[0].id)
+    torch.testing.assert_close(reader.aggregate(QUESTIONS).phi, tiny_model.aggregate(QUESTIONS, bank.phi))
+    tiny_model.aggregation.use_prior = False
+    torch.testing.assert_close(reader.aggregate(QUESTIONS).phi, tiny_model.aggregate(QUESTIONS, bank.phi))
+
+
+def test_least_recent_questions_leave_a_full_cache() -> None:
+    recent = RecentQuestions(max_bytes=12)  # three of one number each
+    asked: list[str] = []
+
+    def compute(new: Sequence[str]) -> tuple[torch.Tensor, torch.Tensor]:
+        asked.extend(new)
+        return torch.tensor([[[float(text)]] for text in new]), torch.zeros(len(new))
+
+    for questions in (["1", "2"], ["3"], ["1"], ["4"], ["1", "3", "2"]):
+        phi, _ = recent.look_up(questions, None, compute)
+        assert phi.flatten().tolist() == [float(text) for text in questions]
+    assert asked == ["1", "2", "3", "4", "2"]
+    # What is kept of a batch does not hold the rest of it.
+    assert {phi.untyped_storage().nbytes() for phi, _ in recent._results.values()} == {4}
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_nothing_to_see(tiny_model: MACModel, strategy: Strategy) -> None:
+    reader = BankReader(tiny_model, bank_of(tiny_model, NEWS.documents), exact(strategy))
+    with pytest.raises(BankError, match="none of the documents"):
+        reader.aggregate(QUESTIONS, {"nobody"})
+    with pytest.raises(BankError, match="empty"):
+        BankReader(tiny_model, MemoryBank(tiny_model.fingerprint), exact(strategy)).aggregate(QUESTIONS)
+
+
+def test_preselection_follows_the_bank_and_tells_what_it_left_out(tiny_model: MACModel) -> None:
+    bank = bank_of(tiny_model, NEWS.documents[:8])
+    reader = BankReader(tiny_model, bank, AttentionConfig(strategy="preselect", preselected=2))
+    reader.aggregate(QUESTIONS)
+    bank.put(NEWS.documents[8:], tiny_model.amortize([document.text for document in NEWS.documents[8:]]))
+    bank.delete(NEWS.documents[0].id)
+    found = reader.aggregate(QUESTIONS)
+    encoder = tiny_model.input_encoder
+    question = encoder([encoder.ids(text) for text in QUESTIONS])
+    scores = tiny_model.aggregation.prior_scores(question, tiny_model.project(bank.phi))
+    best = scores.topk(2).indices
+    for i, text in enumerate(QUESTIONS):
+        alone = tiny_model.aggregate([text], bank.phi[best[i]])
+        torch.testing.assert_close(found.phi[i : i + 1], alone, atol=1e-4, rtol=1e-4)
+    kept = scores.softmax(1).gather(1, best).sum(1)
+    torch.testing.assert_close(found.discarded, 1 - kept, atol=1e-5, rtol=1e-4)
+    assert reader.attention_mass(QUESTIONS).gt(0).sum(1).tolist() == [2, 2, 2]
+
+
+def test_no_attention_to_documents_under_algorithm_3(tiny_model: MACModel) -> None:
+    reader = BankReader(tiny_model, bank_of(tiny_model, NEWS.documents), exact("hierarchical"))
+    with pytest.raises(ConfigError, match="hierarchical"):
+        reader.attention_mass(QUESTIONS)
+
+
+@torch.no_grad()
+def test_one_row_is_not_ahead_of_others(tiny_model: MACModel) -> None:
+    bank = bank_of(tiny_model, NEWS.documents)
+    reader = BankReader(tiny_model, bank, AttentionConfig())
+    encoded = tiny_model.input_encoder([tiny_model.input_encoder.ids(question) for question in QUESTIONS])
+    network = tiny_model.aggregation
+    assert network.prior is not None
+    scores = network.prior_scores(encoded, tiny_model.project(bank.phi))
+    scale = network.prior.log_scale.exp()
+    found = reader.prior_evidence(QUESTIONS)
+    assert found is not None
+    torch.testing.assert_close(found[:, 0], scores.amax(1) / scale)
+    share = scores.double().softmax(1).amax(1)
+    torch.testing.assert_close(found[:, 1].double(), (share / (1 - share + 1e-3)).log(), rtol=1e-4, atol=1e-4)
+    one = NEWS.documents[3].id
+    alone = reader.prior_evidence(QUESTIONS, {one})
+    assert alone is not None
+    torch.testing.assert_close(alone, torch.stack([scores[:, 3] / scale, torch.zeros(len(QUESTIONS))], 1))
+    single = BankReader(tiny_model, bank_of(tiny_model, NEWS.documents[3:4]), AttentionConfig())
+    torch.testing.assert_close(single.prior_evidence(QUESTIONS), alone)
+    two = reader.prior_evidence(QUESTIONS, {one, NEWS.documents[5].id})
+    assert two is not None
+    difference = (scores[:, 3] - scores[:, 5]).abs().clamp(max=4.0)
+    torch.testing.assert_close(two[:, 1].clamp(max=4.0), difference, rtol=0.1, atol=0.05)
