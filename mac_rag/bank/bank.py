@@ -1177,8 +1177,8 @@ class MemoryBank(Contents):
         link = self.connection
         if self._committed.settings.changes_since < self._committed.settings.version:
             self._set(changes_since=self._committed.settings.version)
-            with self._changing():
-                link.write("DELETE FROM change")
+            self._begin_transaction(link)
+            link.write("DELETE FROM change")
             self.commit()
         remove_keys_file(self._database.path)
         link.rows("PRAGMA incremental_vacuum", what="written to")

@@ -533,14 +533,19 @@ class WriterLock:
         # Not bound to this thread: a bank may be opened in one thread and closed in another.
         self._lock = FileLock(self._path, mode=0o600, thread_local=False)
         try:
-            self._lock.acquire(timeout=wait, poll_interval=0.02)
+            while True:
+                before = _identity(self._path)
+                self._lock.acquire(timeout=wait, poll_interval=0.02)
+                self._file = _identity(self._path)
+                if self._file is not None and self._file == before:
+                    break
+                self._lock.release()  # its file has come or gone meanwhile, so another may be locked
         except Timeout:
             raise BankError(
                 f"{path} is open for writing in {self._holder()}; wait until it is done, or close the bank there"
             ) from None
         except OSError as error:
             raise BankError(f"{path} cannot be written to: {error.strerror or error}") from error
-        self._file = _identity(self._path)
         with suppress(OSError), open(self._path, "r+b", opener=private) as file:
             since = datetime.now(UTC).isoformat(timespec="seconds")
             file.write(f"process {self._process} since {since}\n".encode())
@@ -574,7 +579,10 @@ class WriterLock:
 
     def release(self) -> None:
         """Releases the lock. A second call does nothing, nor does one in a process that was forked from the holder."""
-        if os.getpid() == self._process:
+        if os.getpid() == self._process and self._lock.is_locked:
+            with suppress(OSError):
+                if _identity(self._path) == self._file:
+                    self._path.unlink()
             self._lock.release()
 
 

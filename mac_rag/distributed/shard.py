@@ -343,13 +343,17 @@ class Shard:
         self.bank.rollback()
         return ShardChange(self._version)
 
+    def check(self) -> None:
+        """Does nothing: that it was called tells that the shard is there."""
+
     def commit(self) -> None:
         """See `MemoryBank.commit`."""
         self._let_go()
         self.bank.commit()
 
-    def compact(self) -> None:
-        """See `MemoryBank.compact`."""
+    def compact(self, kept: Collection[int]) -> None:
+        """See `MemoryBank.compact`; `kept` are the versions of this opening that are still in use."""
+        self._keep([version for version in kept if version != self.bank.version])  # which is there again afterwards
         self._let_go()
         self.bank.compact()
 

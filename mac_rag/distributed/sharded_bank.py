@@ -34,7 +34,16 @@ class ShardedSnapshot(ShardedContents):
     """The contents of a bank in shards at one moment; later changes of the bank do not affect it.
 
     The shards keep the states that it refers to as long as it is in use.
+
+    Attributes:
+        is_held: False once it was released.
     """
+
+    is_held = True
+
+    def release(self) -> None:
+        """Lets the shards drop the states that it refers to."""
+        self.is_held = False
 
     @cached_property
     def timeline(self) -> Timeline:
@@ -171,6 +180,7 @@ class ShardedBank(ShardedContents):
             states = [directory.version for directory in directories]
             for snapshot in self._snapshots:
                 if snapshot.states == states:
+                    snapshot.is_held = True
                     return snapshot
             self.version += 1
             snapshot = ShardedSnapshot(
@@ -282,6 +292,8 @@ class ShardedBank(ShardedContents):
             self._announce(announced)
         if self._must_finish and intent is not None and intent != self.intent:
             raise BankError(f"{self.path} has committed only a part of a change; call adapt or reconcile to finish it")
+        # A shard that has lost its changes is noticed before another has committed.
+        self.shards.done({number: Request("check") for number in sorted(self._dirty)})
         failed = self._commit_shards()
         if failed is not None:
             raise failed
@@ -337,7 +349,7 @@ class ShardedBank(ShardedContents):
             BankError: as `MemoryBank.compact`; other shards may have been compacted.
         """
         self.commit()
-        self.shards.done({number: Request("compact") for number in self.shards.numbers})
+        self.shards.done({number: Request("compact", (self._kept(number),)) for number in self.shards.numbers})
 
     def refresh(self) -> bool:
         """Moves a bank that is open for reading to the last commits of its shards.
@@ -378,7 +390,7 @@ class ShardedBank(ShardedContents):
         """Versions of a shard that snapshots still use."""
         opening, _ = self.directories[number].version
         with self._look:
-            states = [snapshot.states[number] for snapshot in self._snapshots]
+            states = [snapshot.states[number] for snapshot in self._snapshots if snapshot.is_held]
         return {version for name, version in states if name == opening}
 
     def _check_changeable(self) -> None:

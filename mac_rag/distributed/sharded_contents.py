@@ -115,11 +115,11 @@ class ShardedContents:
         return rows_allowed(self.row_members, allowed)
 
     def renewed(self, former: BankContents) -> BankContents:
-        """These contents: they hold nothing in this process."""
+        """See `mac_rag.bank.bank.Snapshot.renewed`."""
         return self
 
     def release(self) -> None:
-        """Does nothing; see `mac_rag.bank.bank.Snapshot.release`."""
+        """See `mac_rag.bank.bank.Snapshot.release`."""
 
     def __getitem__(self, document_id: str) -> ShardedEntry:
         directory = self._directory(document_id)

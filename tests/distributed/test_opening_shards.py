@@ -68,7 +68,7 @@ def test_damaged_and_missing_files_are_named(loaded_tiny_model: MACModel, bank: 
     manifest.unlink()
     refused(loaded_tiny_model, bank, "no bank in shards")
     manifest.write_bytes(content)
-    (shard_folder(bank, 2) / "manifest.json").write_bytes(b"{}")
+    (shard_folder(bank, 2) / "bank.mac").write_bytes(b"{}")
     refused(loaded_tiny_model, bank, "shard-2")
 
 
@@ -76,7 +76,7 @@ def test_a_folder_that_holds_a_bank_is_not_made_again(loaded_tiny_model: MACMode
     with pytest.raises(BankError, match="already holds a bank"):
         made(bank, loaded_tiny_model, 3)
     (bank / "shards.json").unlink()
-    with pytest.raises(BankError, match=r"shard-0.*already holds"):
+    with pytest.raises(BankError, match=r"shard-0.*holds a memory bank or another file"):
         made(bank, loaded_tiny_model, 3)
     with pytest.raises(ConfigError, match="shards is 0"):
         made(bank.with_name("none"), loaded_tiny_model, 0)

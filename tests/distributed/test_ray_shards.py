@@ -15,7 +15,7 @@ from mac_rag.distributed.transport import RayShards
 from mac_rag.engine import MACEngine
 from mac_rag.errors import BankError, ShardLostError
 from mac_rag.model import MACModel
-from tests.distributed.local_shards import assert_read_alike
+from tests.distributed.local_shards import assert_read_alike, reader
 from tests.helpers import wait_until
 
 TEXTS = [Document(f"text {n}", f"Ada Voss has opened bridge number {n} of the town.", {"n": n}) for n in range(12)]
@@ -63,7 +63,7 @@ def test_shards_in_processes_agree_with_one_bank_and_survive_a_kill(
         assert process_of(bank, 1) != killed
         assert [each.text for each in engine.answer(QUESTIONS)] == [each.text for each in one.answer(QUESTIONS)]
         for allowed in (None, {"text 3", "text 4", "text 9"}):
-            assert_read_alike(engine._reader, one._reader, QUESTIONS, allowed)
+            assert_read_alike(reader(engine.model, engine.bank), reader(one.model, one.bank), QUESTIONS, allowed)
     with pytest.raises(BankError, match="was closed"):
         engine.answer(["Another question?"])
 
@@ -81,4 +81,4 @@ def test_four_processes_answer_with_what_is_left_of_them(loaded_tiny_model: MACM
         assert engine.answer(QUESTIONS)[0].unread == len(bank.directories[0].sequences) / len(TEXTS) > 0
         wait_until(lambda: bank.snapshot() is not None and not bank.shards.lost)
         assert {answer.unread for answer in engine.answer(QUESTIONS)} == {0.0}
-        assert_read_alike(engine._reader, one._reader, QUESTIONS)
+        assert_read_alike(reader(engine.model, engine.bank), reader(one.model, one.bank), QUESTIONS)

@@ -29,7 +29,7 @@ from mac_rag.model import MACModel
 from mac_rag.model.calibration import Calibration
 from mac_rag.nn.attention import direct_attention
 from mac_rag.nn.memory_tokens import MemoryTokens
-from tests.distributed.local_shards import assert_read_alike, documents, local, made, opened, reader
+from tests.distributed.local_shards import assert_read_alike, documents, local, made, opened, reader, reader
 from tests.bank.helpers import fast_folder, random_rows, rounded, rows_read
 from tests.nn.helpers import TOKENS, WIDTH, network, random, random_texts
 
@@ -219,9 +219,9 @@ def test_an_engine_answers_from_shards_as_from_one_bank(loaded_tiny_model: MACMo
         found, expected = engine.answer(QUESTIONS), one.answer(QUESTIONS)
         assert [each.text for each in found] == [each.text for each in expected]
         assert {each.unread for each in found} == {0.0}
-        assert_read_alike(engine._reader, one._reader, QUESTIONS, {"text 1", "text 2", "text 8"})
+        assert_read_alike(reader(engine.model, engine.bank), reader(one.model, one.bank), QUESTIONS, {"text 1", "text 2", "text 8"})
         engine.compact()
-        assert_read_alike(engine._reader, one._reader, QUESTIONS)
+        assert_read_alike(reader(engine.model, engine.bank), reader(one.model, one.bank), QUESTIONS)
         with pytest.raises(ConfigError, match="'preselect'"):
             MACEngine(loaded_tiny_model, bank, attention=AttentionConfig(strategy="preselect"))
         with pytest.raises(ConfigError, match="cannot be bounded"):

@@ -17,7 +17,7 @@ from mac_rag.errors import BankError, MACError, ShardLostError
 from mac_rag.model import MACModel
 from mac_rag.retrieval.bm25 import BM25Retriever
 from mac_rag.sync import difference
-from tests.distributed.local_shards import assert_read_alike, documents, local, made, opened
+from tests.distributed.local_shards import assert_read_alike, documents, local, made, opened, reader
 from tests.bank.helpers import random_rows
 
 QUESTIONS = ["Who opened the bridge?", "Where is the museum?"]
@@ -40,7 +40,7 @@ def engine_of_one_bank(model: MACModel) -> MACEngine:
         ("commit", "before", False),
         ("commit", "after", False),
         ("put", "before", True),
-        ("prepare", "after", True),
+        ("check", "after", True),
         ("commit", "before", True),
         ("commit", "after", True),
     ],
@@ -62,7 +62,7 @@ def test_a_shard_that_dies_during_adapt_is_caught_up_by_the_next(
         assert not bank.intent
         one.answer(QUESTIONS)
         engine.answer(QUESTIONS)
-        assert_read_alike(engine._reader, one._reader, QUESTIONS)
+        assert_read_alike(reader(engine.model, engine.bank), reader(one.model, one.bank), QUESTIONS)
         if engine.retriever is not None:
             assert not difference(bank, engine.retriever)
     with opened(folder, model) as bank:
@@ -132,7 +132,7 @@ def test_a_change_is_finished_after_the_whole_process_has_died(
         assert not difference(again, retriever)
         one.answer(QUESTIONS)
         engine.answer(QUESTIONS)
-        assert_read_alike(engine._reader, one._reader, QUESTIONS)
+        assert_read_alike(reader(engine.model, engine.bank), reader(one.model, one.bank), QUESTIONS)
 
 
 def test_a_forgotten_document_is_forgotten_by_its_shard(loaded_tiny_model: MACModel, folder: Path) -> None:
@@ -176,7 +176,7 @@ def test_the_loss_of_changes_is_noticed_at_the_next(loaded_tiny_model: MACModel,
         bank.put(documents(9), random_rows(loaded_tiny_model, 9, 0))
         local(bank).kill(1)
         with pytest.raises(MACError):
-            bank.prepare()
+            bank.commit()
         with pytest.raises(BankError, match=r"failed in shard 1; call rollback\(\)"):
             bank.commit()
         bank.rollback()
