@@ -1181,12 +1181,13 @@ class MemoryBank(Contents):
             link.write("DELETE FROM change")
             self.commit()
         remove_keys_file(self._database.path)
-        link.rows("PRAGMA incremental_vacuum", what="written to")
+        self._state = self._committed = self._committed._replace(keys=None)
         self._latest = None
+        link.rows("PRAGMA incremental_vacuum", what="written to")
         if not link.clean(wait=True):
             raise BankError(
-                f"{self.path} is committed, but another process reads an older commit of it, which its log has to "
-                "keep; compact it again once that process has ended or has refreshed its bank"
+                f"{self.path} is committed, but somebody reads an older commit of it, which its log has to keep; "
+                "compact it again once that question is answered, or that process has refreshed its bank"
             )
         self._is_unclean = False
         self._write_keys_file()
