@@ -168,13 +168,13 @@ class SyncedBank:
             What `write_to_bank` returns.
         """
         if self.retriever is None or not documents:
-            with self._all_or_nothing((), ()):
+            with self._all_or_nothing((), (), commits=1):
                 result = write_to_bank()
                 self.bank.commit(None if self.retriever is None else Intent())
             return result
         ids = [document.id for document in documents]
         retriever, before = self.retriever, self._held(ids)
-        with self._all_or_nothing(ids, before):
+        with self._all_or_nothing(ids, before, commits=2):
             self.bank.commit(Intent(puts=tuple(ids)))
             result = write_to_bank()
             retriever.put(documents)
@@ -203,7 +203,7 @@ class SyncedBank:
                     f"no document {name!r} in {place}" + ("" if self.retriever is None else " or its retriever")
                 )
         pending = self.bank.intent
-        with self._all_or_nothing(in_retriever, self._held(in_retriever), persist):
+        with self._all_or_nothing(in_retriever, self._held(in_retriever), persist, commits=2 if in_retriever else 1):
             if in_retriever:
                 self.bank.commit(Intent(puts=pending.puts, deletes=(*pending.deletes, *ids)))
             from_bank = self._forget(ids)
@@ -223,7 +223,12 @@ class SyncedBank:
 
     @contextmanager
     def _all_or_nothing(
-        self, document_ids: Collection[str], before: Sequence[Document], persist: Callable[[], object] = lambda: None
+        self,
+        document_ids: Collection[str],
+        before: Sequence[Document],
+        persist: Callable[[], object] = lambda: None,
+        *,
+        commits: int,
     ) -> Iterator[None]:
         """If the block raises an error, undoes what the block has changed in the bank and in the retriever.
 
@@ -231,12 +236,15 @@ class SyncedBank:
             document_ids: ids of the documents that change in the retriever.
             before: the retriever's present versions of those that it holds.
             persist: saves the retriever.
+            commits: number of commits of the block, the last of which completes it.
         """
         self.bank.commit()  # earlier changes are not undone
-        pending = self.bank.intent
+        pending, complete = self.bank.intent, self.bank.commits + commits
         try:
             yield
         except BaseException:
+            if self.bank.commits >= complete:  # an interrupt that came when all was done
+                raise
             self.bank.rollback()
             # If the retriever cannot be restored, the intent stays, and the next change of both finishes this one.
             with suppress(Exception):
@@ -277,7 +285,7 @@ class SyncedBank:
             return 0
         changed = [name for name in intent.puts if name in hashes and not is_held(self.bank, name, hashes[name])]
         deleted = [name for name in intent.deletes if name not in hashes and name in self.bank]
-        with self._all_or_nothing((), ()):
+        with self._all_or_nothing((), (), commits=1):
             self._forget(deleted)
             remember(self.retriever.documents(changed))
             self.bank.commit(Intent())
@@ -307,12 +315,12 @@ class SyncedBank:
                 "the retriever that the bank was adapted with, adapt the documents again, or allow the bank to be "
                 "emptied"
             )
-        with self._all_or_nothing((), ()):
+        with self._all_or_nothing((), (), commits=1):
             self._forget([*before.surplus, *before.outdated])
             bank.commit()
         missing = difference(bank, retriever).missing
         for first in range(0, len(missing), group):
-            with self._all_or_nothing((), ()):
+            with self._all_or_nothing((), (), commits=1):
                 remember(retriever.documents(missing[first : first + group]))
                 bank.commit()
         outdated = set(before.outdated)

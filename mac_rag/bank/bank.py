@@ -731,6 +731,11 @@ class MemoryBank(Contents):
         return self._committed.settings.intent
 
     @property
+    def commits(self) -> int:
+        """Number of the last commit."""
+        return self._committed.settings.version
+
+    @property
     def writable(self) -> bool:
         """True if the bank can be changed."""
         return self._database is not None and self._database.writer is not None
@@ -1109,10 +1114,10 @@ class MemoryBank(Contents):
                     link.write("INSERT INTO writer VALUES (?, ?)", [(settings.version, self._name)])
                 link.write("INSERT INTO change VALUES (?, ?)", [(settings.version, one) for one in self._touched])
                 link.write("COMMIT")
+                self._settle(settings)
             except BaseException:
                 self.rollback()
                 raise
-            self._settle(settings)
         if is_cleaned:
             self._clean()
 
@@ -1121,8 +1126,8 @@ class MemoryBank(Contents):
         deleted = bool(self._touched)
         keys = None if deleted else self._now.keys
         self._state = self._now._replace(settings=settings, writer=self._name, keys=keys)
-        self._touched, self._has_written, self._latest = set(), True, None
         self._committed, self._committed_version = self._state, self.version
+        self._touched, self._has_written, self._latest = set(), True, None
 
     def _clean(self) -> None:
         """Takes what was deleted out of the log and of the derived file, or does so after a later commit."""
@@ -1177,8 +1182,12 @@ class MemoryBank(Contents):
         link = self.connection
         if self._committed.settings.changes_since < self._committed.settings.version:
             self._set(changes_since=self._committed.settings.version)
-            self._begin_transaction(link)
-            link.write("DELETE FROM change")
+            try:
+                self._begin_transaction(link)
+                link.write("DELETE FROM change")
+            except BaseException:
+                self.rollback()
+                raise
             self.commit()
         remove_keys_file(self._database.path)
         self._state = self._committed = self._committed._replace(keys=None)
@@ -1258,8 +1267,8 @@ class MemoryBank(Contents):
             self._write_keys_file()
             if self._is_unclean:
                 self._clean()
-        self._database.close()
         self._pin = self._latest = None
+        self._database.close()
         self._database = None
 
     def __enter__(self) -> MemoryBank:

@@ -62,6 +62,7 @@ SCHEMA = (
 # Endings of the files beside a bank: of SQLite, the lock, the derived keys, and a file that is not complete yet.
 WAL, SHM, LOCK, KEYS, UNFINISHED = "-wal", "-shm", "-lock", "-keys", "-new"
 _PAGE = 16384  # bytes; memory tokens of a row take several
+_KEPT = 4  # connections that nobody uses, and that are not closed
 _WAIT = 10.0  # seconds for another process to end its commit, or to close the bank
 _NO_ROOM = "nothing was changed: free some space on the disk, and do it again"
 _LARGEST_VALUE = 1 << 30  # bytes of a text or blob
@@ -302,7 +303,7 @@ class Database:
         self.is_temporary = folder is not None
         self._folder = folder
         self.opened = self.identity
-        self._idle: list[Connection] = []
+        self._idle = _Idle()
         self.writer = None if lock is None and folder is None else Connection(path, write=True)
         try:
             check_format(self.writer or self._first())
@@ -314,8 +315,9 @@ class Database:
             self.writer.write("PRAGMA synchronous = OFF")  # nobody opens it after this process has ended
 
     def _first(self) -> Connection:
-        self._idle.append(Connection(self.path))
-        return self._idle[0]
+        connection = Connection(self.path)
+        self._idle.give_back(connection)
+        return connection
 
     @classmethod
     def open(cls, path: Path, *, write: bool) -> Database:
@@ -384,8 +386,7 @@ class Database:
 
     def pin(self) -> Pin:
         """A connection that sees the last commit as long as it is held."""
-        connection = self._idle.pop() if self._idle else Connection(self.path)
-        return Pin(connection, self._idle)
+        return Pin(self._idle.take() or Connection(self.path), self._idle)
 
     @property
     def identity(self) -> tuple[int, int] | None:
@@ -396,12 +397,11 @@ class Database:
         return None
 
     def close(self) -> None:
-        """Closes all connections but those that are pinned, and releases the right to write."""
+        """Closes all connections, those that are pinned once nobody holds them, and releases the right to write."""
         if self.writer is not None:
             self.writer.end()
             self.writer.close()
-        while self._idle:
-            self._idle.pop().close()
+        self._idle.close()
         if self.lock is not None:
             self.lock.release()
 
@@ -414,19 +414,37 @@ class Pin:
         idle: where it goes back to.
     """
 
-    def __init__(self, connection: Connection, idle: list[Connection]) -> None:
+    def __init__(self, connection: Connection, idle: _Idle) -> None:
         self.connection = connection
-        self.release = weakref.finalize(self, _give_back, connection, idle)
+        weakref.finalize(self, idle.give_back, connection)
         connection.rows("BEGIN")
         connection.rows("SELECT count(*) FROM setting")  # the transaction begins with what is read first
 
 
-def _give_back(connection: Connection, idle: list[Connection]) -> None:
-    connection.end()
-    if len(idle) < 4:
-        idle.append(connection)
-    else:
-        connection.close()
+class _Idle:
+    """Connections that nobody uses at the moment."""
+
+    def __init__(self) -> None:
+        self._connections: list[Connection] = []
+        self._is_closed = False
+
+    def take(self) -> Connection | None:
+        """One of them; None if there is none."""
+        return self._connections.pop() if self._connections else None
+
+    def give_back(self, connection: Connection) -> None:
+        """Keeps a connection for the next who needs one, or closes it."""
+        connection.end()
+        if self._is_closed or len(self._connections) >= _KEPT:
+            connection.close()
+        else:
+            self._connections.append(connection)
+
+    def close(self) -> None:
+        """Closes them, and those that come back later."""
+        self._is_closed = True
+        while connection := self.take():
+            connection.close()
 
 
 def check_format(connection: Connection) -> None:

@@ -78,6 +78,7 @@ class ShardedBank(ShardedContents):
 
     Attributes:
         partial_answers: True to answer while shards are lost.
+        commits: number of commits of this object.
 
     Raises:
         BankError, FingerprintError: as `open`.
@@ -93,6 +94,7 @@ class ShardedBank(ShardedContents):
             settings.manifest.write(settings.folder / SHARDS)
         self._settings = settings
         self._intent = settings.manifest.intent
+        self.commits = 0
         self._look = threading.RLock()  # held briefly, never while a shard is asked
         self._dirty: set[int] = set()  # shards with uncommitted changes
         self._undone: set[int] = set()  # shards that lost their changes, so that all must be rolled back
@@ -300,6 +302,7 @@ class ShardedBank(ShardedContents):
         self._must_finish = False
         if intent is not None and intent != self.intent:
             self._announce(intent)
+        self.commits += 1
 
     def _commit_shards(self) -> Exception | None:
         """Commits the shards that have changed; returns the first error."""

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mac_rag.atomic_files import make_writable_folder, private
+from mac_rag.bank.database import WriterLock
 from mac_rag.engine import MACEngine
 from mac_rag.errors import ConfigError, ModelLoadError
 from mac_rag.model import MACModel
@@ -84,6 +85,7 @@ class Service:
         replicas: processes that answer questions, as many as a new bank has shards; None to answer in this process.
 
     Raises:
+        BankError: if another process serves the folder; its uploads and banks stay as they are.
         ConfigError: for an empty name, or one with a colon, which separates model and bank; for a folder that cannot be
             written.
     """
@@ -99,6 +101,7 @@ class Service:
         if ":" in model_name or not model_name:
             raise ConfigError(f"{model_name!r} cannot name a model here; give a name without a colon: --model-name")
         make_writable_folder(folder)
+        self._lock = WriterLock(folder / "serve", wait=0)
         self.limits = limits or Limits()
         self.model = model
         self.model_name = model_name
@@ -201,6 +204,7 @@ class Service:
         self.catalog.close()
         if self._replicas is not None:
             self._replicas.close()
+        self._lock.release()
 
     def _note_job(self, job: Job) -> None:
         if job.added or job.updated:

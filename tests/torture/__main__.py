@@ -1,7 +1,7 @@
 """Tortures the library: `python -m tests.torture [PART ...] [--runs N]`.
 
 Each part goes on where its last run has stopped, and works for an hour at most. A failure is kept with its seed, and
-the run goes on; at the end, the exit code is 1. `--seed` makes one trial alone, in this process, which its error ends.
+the run goes on; at the end, the exit code is 1. `--seed` makes some trials alone, in this process, which an error ends.
 """
 
 from __future__ import annotations
@@ -14,22 +14,26 @@ import torch
 from tests.bank.helpers import fast_folder
 from tests.torture.part import PARTS, make
 from tests.torture.runner import run
+from tests.torture.system import start_again
 
 
 def main() -> None:
+    start_again()
     torch.set_num_threads(1)  # before processes are forked
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("parts", nargs="*", default=PARTS, metavar="PART", help=f"from {', '.join(PARTS)}")
     parser.add_argument("--runs", type=int, help="trials of each part, at most its goal; by default its goal")
     parser.add_argument("--fresh", action="store_true", help="start with the first trial")
-    parser.add_argument("--seed", type=int, help="make this one trial of each part, and nothing else")
+    parser.add_argument("--seed", type=int, nargs="+", help="make these trials of each part, and nothing else")
     options = parser.parse_args()
     if unknown := set(options.parts) - set(PARTS):
         parser.error(f"unknown parts {', '.join(sorted(unknown))}; choose from {', '.join(PARTS)}")
     if options.seed is not None:
         for name in options.parts:
             with fast_folder() as place:
-                make(name, place).trial(options.seed)
+                part = make(name, place)
+                for seed in options.seed:
+                    part.trial(seed % part.goal)
         return
     states = [run(name, options.runs, fresh=options.fresh) for name in options.parts]
     for state in states:

@@ -13,18 +13,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from pydantic import ValidationError
-from safetensors.torch import load
-
-from mac_rag.atomic_files import sealed
-from mac_rag.data.types import Document
-from mac_rag.bank import MemoryBank
-from mac_rag.bank.rows import RowLayout
 from mac_rag.bank.storage.entry_index import EntryIndex
 from mac_rag.bank.storage.manifest import SegmentInfo
 from mac_rag.bank.storage.repair import repair, verify
 from mac_rag.bank.storage.segment import index_of_records
 from mac_rag.bank.storage.tokens_file import rows_of
+from pydantic import ValidationError
+from safetensors.torch import load
+
+from mac_rag.atomic_files import sealed
+from mac_rag.bank import MemoryBank
+from mac_rag.bank.rows import RowLayout
+from mac_rag.data.types import Document
 from mac_rag.nn.product_quantizer import ProductQuantizer
 from mac_rag.untrusted_files import MalformedError
 from tests.torture.mutations import Mutations, Way, damage_bytes, damage_json, damage_kind, mutate_json, refusal

@@ -17,17 +17,14 @@ from unittest.mock import patch
 
 import typer
 
+from mac_rag.bank import MemoryBank
+from mac_rag.bank.copies import backup, restore
+from mac_rag.bank.verify import verify
 from mac_rag.cli.main import app
 from mac_rag.config import BoundConfig
 from mac_rag.data.newswire.generate import generate
 from mac_rag.data.types import Document
 from mac_rag.engine import MACEngine
-from mac_rag.errors import BankError
-from mac_rag.bank import MemoryBank
-from mac_rag.bank.copies import backup, restore
-from mac_rag.bank.storage.lock import LOCK
-from mac_rag.bank.storage.manifest import MANIFEST, MANIFEST_COPY, read_manifest
-from mac_rag.bank.verify import verify
 from mac_rag.model import MACModel
 from mac_rag.retrieval import BM25Retriever
 from mac_rag.sync import difference
@@ -121,15 +118,8 @@ def _compact(folder: Path, model: MACModel) -> None:
 
 
 def _backup(folder: Path, model: MACModel) -> None:
-    """Into the first folder where no interrupted call has left anything."""
-    place = folder / "copy"
-    if MemoryBank.exists(place):
-        try:
-            MemoryBank.open(place)
-            return
-        except BankError:
-            shutil.rmtree(place)
-    backup(folder / "bank", place)
+    if not MemoryBank.exists(folder / "copy"):
+        backup(folder / "bank", folder / "copy")
 
 
 def _restore(folder: Path, model: MACModel) -> None:
@@ -161,13 +151,13 @@ _AGREE = {"adapt", "adapt, bounded", "forget"}
 @contextmanager
 def after_commits(act: Callable[[MemoryBank], object]) -> Iterator[None]:
     """Does something with a bank whenever it has committed."""
-    commit = MemoryBank._commit
+    commit = MemoryBank.commit
 
     def followed(bank: MemoryBank, *arguments: Any, **options: Any) -> None:
         commit(bank, *arguments, **options)
         act(bank)
 
-    with patch.object(MemoryBank, "_commit", followed):
+    with patch.object(MemoryBank, "commit", followed):
         yield
 
 
@@ -183,10 +173,15 @@ def bank_state(bank: MemoryBank) -> State:
     }
 
 
-def leftovers(folder: Path) -> set[str]:
-    """Files of a bank that is open nowhere, and that its manifest does not name."""
-    named = {MANIFEST, MANIFEST_COPY, LOCK}.union(*(info.files for info in read_manifest(folder / MANIFEST).segments))
-    return {file.name for file in folder.iterdir()} - named
+def leftovers(bank: Path) -> set[str]:
+    """Files beside a bank that is open nowhere; there should be none, but the lock of one that was killed."""
+    return {file.name for file in bank.parent.glob(f"{bank.name}-*")} - {f"{bank.name}-lock"}
+
+
+def state_of(path: Path) -> State:
+    """Everything that a bank on disk holds."""
+    with MemoryBank.open(path) as bank:
+        return bank_state(bank)
 
 
 def _members(state: State) -> list[Any]:
@@ -218,11 +213,10 @@ class Interrupted:
         prepare(self.example, model, keep_texts=name in ("adapt", "restore"))
         whole = place / "whole"
         shutil.copytree(self.example, whole)
-        with MemoryBank.open(whole / "bank") as bank:
-            self._states = [bank_state(bank)]  # at each commit
+        self._states = [state_of(whole / "bank")]  # at each commit
         with after_commits(lambda bank: self._states.append(bank_state(bank))):
             self.run(whole)
-        self._states.append(bank_state(MemoryBank.open(whole / "bank")))
+        self._states.append(state_of(whole / "bank"))
         self.commits = len(self._states) - 1
         self._texts = _texts_state(self.example / "texts"), _texts_state(whole / "texts")
 
@@ -252,19 +246,20 @@ class Interrupted:
         self._check_bank(folder, self._states[-1:])
         if _texts_state(folder / "texts") != after:
             raise Lost("the retriever, made again, is another")
-        assert not MemoryBank.open(folder / "bank").intent
+        with MemoryBank.open(folder / "bank") as bank:
+            assert not bank.intent
         assert not (left := leftovers(folder / "bank")), f"files are left over: {left}"
 
     def _check_bank(self, folder: Path, possible: Sequence[State]) -> None:
         places = [folder / "bank", folder / "saved"]
-        if self.name == "backup" and (folder / "copy" / "manifest.json").exists():
+        if self.name == "backup" and (folder / "copy").exists():
             places.append(folder / "copy")
         for place in places:
             report = verify(place)
             if not report.clean:
                 raise Lost(str(report))
-        found = bank_state(MemoryBank.open(folder / "bank"))
+        found = state_of(folder / "bank")
         if found not in possible and not (self.name == "adapt, bounded" and _members(found) == _members(possible[-1])):
             raise Lost("the bank holds what it held after no commit")
-        if len(places) == 3 and bank_state(MemoryBank.open(folder / "copy")) not in possible:
+        if len(places) == 3 and state_of(folder / "copy") not in possible:
             raise Lost("the backup holds what the bank held after no commit")

@@ -16,28 +16,28 @@ from typing import Any
 from llama_index.core.ingestion import IngestionPipeline
 from llama_index.core.schema import Document as IndexDocument
 
+from mac_rag.bank import MemoryBank
+from mac_rag.bank.verify import verify
 from mac_rag.config import BoundConfig
 from mac_rag.engine import MACEngine
 from mac_rag.errors import MACError
 from mac_rag.integrations.llama_index import MemoryWriter
-from mac_rag.bank import MemoryBank
-from mac_rag.bank.verify import verify
 from mac_rag.model import MACModel
 from mac_rag.retrieval import BM25Retriever, DenseRetriever
-from tests.faults import Faults, faults
 from tests.retrieval.helpers import WordEncoder
 from tests.torture.changes import CHANGED, CHANGES, STREAM, Interrupted, bank_state, small_model
+from tests.torture.changes import state_of as _state_of
 from tests.torture.mutations import copy
 from tests.torture.part import Lost, Part
+from tests.torture.system import FAIL_ONE, FAIL_SPACE, INTERRUPT, System, watching
 
-HOWS: dict[str, Callable[[Faults, int], None]] = {
-    "EIO": lambda state, number: state.at(number, errno.EIO),
-    "EACCES": lambda state, number: state.at(number, errno.EACCES),
-    "a full disk": lambda state, number: state.full(number, errno.ENOSPC),
-    "a quota": lambda state, number: state.full(number, errno.EDQUOT),
-    "Ctrl-C": lambda state, number: state.interrupt(number),
+HOWS = {
+    "EIO": (FAIL_ONE, errno.EIO),
+    "EACCES": (FAIL_ONE, errno.EACCES),
+    "a full disk": (FAIL_SPACE, errno.ENOSPC),
+    "a quota": (FAIL_SPACE, errno.EDQUOT),
+    "Ctrl-C": (INTERRUPT, 0),
 }
-_REPLACED = (".old", ".replaced", ".new")
 STOPPED = (MACError, KeyboardInterrupt)
 
 
@@ -76,21 +76,21 @@ class EngineChange(Example):
     def __init__(self, name: str, place: Path, model: MACModel) -> None:
         self.folder, self.name, self._model = place / "example", name, model
         self._kind, _, variant = name.partition(", ")
-        self._overwrites = variant == "overwriting"
-        settings: dict[str, Any] = {"keep_texts": variant == "texts", "secure_delete": self._overwrites}
-        with MemoryBank.create(self.folder, model.fingerprint, **settings) as bank:
+        self.folder.mkdir(parents=True)
+        with MemoryBank.create(self.folder / "bank", model.fingerprint, keep_texts=variant == "texts") as bank:
             engine = MACEngine(model, bank)
             engine.adapt(STREAM[:5])
             engine.adapt(STREAM[5:7])
             engine.forget(STREAM[6].id)
-        with self._opened(copy(self.folder, place / "whole")) as (engine, fault):
-            before = len(fault.calls)
+        with self._opened(copy(self.folder, place / "whole")) as (engine, system):
+            _state(engine)  # as before a change that is to fail, so that the same is cached
+            before = system.calls
             self._run(engine)
-            self.calls = len(fault.calls) - before
+            self.calls = system.calls - before
             self._expected = _state(engine)
 
     @contextmanager
-    def _opened(self, folder: Path) -> Iterator[tuple[MACEngine, Faults]]:
+    def _opened(self, folder: Path) -> Iterator[tuple[MACEngine, System]]:
         """An engine and the retriever that its bank was adapted to; for `reconcile`, what it should become."""
         held = BM25Retriever()
         held.add(STREAM[:6])
@@ -98,8 +98,8 @@ class EngineChange(Example):
             held.delete(STREAM[0].id)
             held.put([CHANGED, STREAM[8]])
         bound = BoundConfig(maximum=8, method="nearest-averaging") if self.name == "adapt, bounded" else None
-        with MemoryBank.open(folder, write=True) as bank, faults(folder) as fault:
-            yield MACEngine(self._model, bank, held, bound=bound), fault
+        with watching(folder) as system, MemoryBank.open(folder / "bank", write=True) as bank:
+            yield MACEngine(self._model, bank, held, bound=bound), system
 
     def _run(self, engine: MACEngine) -> None:
         new = [CHANGED, *STREAM[6:12]]
@@ -118,32 +118,32 @@ class EngineChange(Example):
 
     def fail(self, folder: Path, how: str, number: int) -> bool:
         has_steps = self._kind in ("reconcile", "compact")
-        with self._opened(folder) as (engine, fault):
+        with self._opened(folder) as (engine, system):
             was, files = _state(engine), _names(folder)
-            HOWS[how](fault, len(fault.calls) + number)
+            kind, error = HOWS[how]
+            system.fault(kind, system.calls + number, error)
             try:
                 self._run(engine)
                 failed = False
             except STOPPED:
                 failed = True
-            fault.heal()
+            system.heal()
             if failed:
-                if not has_steps:
-                    _same(_state(engine), was, f"something has changed: {fault.failed}")
-                    # What the system refuses to overwrite stays for the next change.
-                    left = {name for name in _names(folder) - files if name.endswith(_REPLACED)}
-                    assert self._overwrites or not left, fault.failed
-                    assert _names(folder) - left == files, fault.failed
-                _same(bank_state(MemoryBank.open(folder)), bank_state(engine.bank), f"on disk: {fault.failed}")
-                _same(bank_state(engine.snapshot), bank_state(engine.bank), f"in the snapshot: {fault.failed}")
-                assert verify(folder).clean
-                self._run(engine)
-            _same(_state(engine), self._expected, f"made again: {fault.failed}")
+                is_done = kind == INTERRUPT and _state(engine) == self._expected  # it came when all was done
+                if not has_steps and not is_done:
+                    _same(_state(engine), was, "something has changed")
+                    assert _names(folder) == files
+                _same(_state_of(folder / "bank"), bank_state(engine.bank), "on disk")
+                _same(bank_state(engine.snapshot), bank_state(engine.bank), "in the snapshot")
+                assert verify(folder / "bank").clean
+                if not is_done:
+                    self._run(engine)
+            _same(_state(engine), self._expected, "made again")
             assert not engine.bank.intent
-        assert not [name for name in _names(folder) if name.endswith(_REPLACED)], fault.failed
-        _same(bank_state(MemoryBank.open(folder)), self._expected[0], f"made again, on disk: {fault.failed}")
-        assert verify(folder).clean
-        return fault.failed is not None
+            failures = system.failures
+        _same(_state_of(folder / "bank"), self._expected[0], "made again, on disk")
+        assert verify(folder / "bank").clean
+        return failures > 0
 
 
 class ProcessChange(Example):
@@ -153,20 +153,22 @@ class ProcessChange(Example):
         self._change = Interrupted(name, place, model)
         self.folder = self._change.example
         folder = copy(self.folder, place / "counted")
-        with faults(folder) as fault:
+        with watching(folder) as system:
             self._change.run(folder)
-            self.calls = len(fault.calls)
+            self.calls = system.calls
 
     def fail(self, folder: Path, how: str, number: int) -> bool:
-        with faults(folder) as fault:
-            HOWS[how](fault, number)
+        with watching(folder) as system:
+            kind, error = HOWS[how]
+            system.fault(kind, number, error)
             try:
                 self._change.run(folder)
                 done = True
             except STOPPED:
                 done = False
+            failures = system.failures
         self._change.check(folder, done=done)
-        return fault.failed is not None
+        return failures > 0
 
 
 class SavedVectors(Example):
@@ -176,9 +178,9 @@ class SavedVectors(Example):
         self.folder = place / "example"
         self._make(self.folder, 4)
         folder = copy(self.folder, place / "counted")
-        with faults(folder) as fault:
+        with watching(folder) as system:
             self._make(folder, 9)
-            self.calls = len(fault.calls)
+            self.calls = system.calls
 
     def _make(self, folder: Path, count: int) -> None:
         retriever = DenseRetriever(WordEncoder(), folder=folder)
@@ -186,25 +188,26 @@ class SavedVectors(Example):
         retriever.save(folder)
 
     def fail(self, folder: Path, how: str, number: int) -> bool:
-        with faults(folder) as fault:
-            HOWS[how](fault, number)
+        with watching(folder) as system:
+            kind, error = HOWS[how]
+            system.fault(kind, number, error)
             try:
                 self._make(folder, 9)
                 possible = [9]
             except STOPPED:
                 possible = [4, 9]
+            failures = system.failures
         for counts in (possible, [9]):
             held = DenseRetriever.load(folder, WordEncoder())
             if held.documents(list(held.content_hashes())) not in [list(STREAM[:count]) for count in counts]:
-                raise Lost(f"{len(held)} documents, after {fault.failed} has failed")
+                raise Lost(f"{len(held)} documents")
             self._make(folder, 9)
         assert len(_names(folder)) == 2
-        return fault.failed is not None
+        return failures > 0
 
 
 _ENGINE = (
-    "adapt", "adapt, texts", "adapt, bounded", "LlamaIndex", "forget", "forget, overwriting",
-    "reconcile", "compact", "compact, overwriting",
+    "adapt", "adapt, texts", "adapt, bounded", "LlamaIndex", "forget", "reconcile", "compact",
 )  # fmt: skip
 EXAMPLES: dict[str, Callable[[str, Path, MACModel], Example]] = {
     **dict.fromkeys(_ENGINE, EngineChange),

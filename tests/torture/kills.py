@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import random
 import signal
-import sys
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -16,8 +15,8 @@ from pathlib import Path
 from tests.torture.changes import CHANGES, Interrupted, small_model
 from tests.torture.mutations import copy
 from tests.torture.part import Part
+from tests.torture.system import KILL, System
 
-_STEPS = {"open", "os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.link", "os.truncate"}
 _DONE, _FAILED = 0, 1
 
 
@@ -74,26 +73,15 @@ def _forked(change: Interrupted, folder: Path, last: int | None = None, counted:
     if process:
         return process
     try:
-        steps = _count_steps(folder, last)
+        system = System(folder)
+        if last is not None:
+            system.fault(KILL, last)
         change.run(folder)
         if counted is not None:
-            counted.write_text(str(steps[0]))
+            counted.write_text(str(system.calls))
         os._exit(_DONE)
     finally:
         os._exit(_FAILED)
-
-
-def _count_steps(folder: Path, last: int | None) -> list[int]:
-    steps = [0]
-
-    def count(name: str, arguments: tuple[object, ...]) -> None:
-        if name in _STEPS and str(folder) in str(arguments[0]):
-            steps[0] += 1
-            if steps[0] == last:
-                os.kill(os.getpid(), signal.SIGKILL)
-
-    sys.addaudithook(count)
-    return steps
 
 
 def _wait(process: int) -> int:

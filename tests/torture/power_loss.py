@@ -1,107 +1,42 @@
 """Folders as they may be after a power loss, at every moment of every change.
 
 What a file system keeps is modelled as the standards allow: the contents of a file last once it is synced, and names
-once their folder is; of what came later any part may be there. A file that was not synced has its old contents, the
-new ones, a part of them, or zeros.
+once their folder is; of what came later any part may be there: some of the writes, some of them torn, and some of the
+names.
 """
 
 from __future__ import annotations
 
-import io
 import os
 import random
-from dataclasses import dataclass
+from collections.abc import Iterable
 from pathlib import Path
-from typing import TypeAlias
+from typing import TypeAlias, TypeVar
 
-from tests.faults import Faults, watching
+from mac_rag.model import MACModel
 from tests.torture.changes import CHANGES, Interrupted, after_commits, small_model
 from tests.torture.mutations import copy
 from tests.torture.part import Part
+from tests.torture.system import Event, watching
 
 STATES = 8  # states that are tried of each moment
+_SECTOR = 512
+T = TypeVar("T")
 Names: TypeAlias = dict[str, int | None]  # path -> file; None where a name was removed
-
-
-@dataclass(frozen=True)
-class _Event:
-    """What a call did: to names, to the contents of a file, or to what lasts.
-
-    Attributes:
-        names: names that changed, all at once.
-        file: the file that got other contents or was synced; None for neither.
-        contents: its contents from then on; None where they were synced.
-        synced: the folder whose names were synced; None for none.
-    """
-
-    names: Names | None = None
-    file: int | None = None
-    contents: bytes | None = None
-    synced: str | None = None
-
-
-class Recorder(Faults):
-    """Notes everything that changes a folder. Paths are relative to it."""
-
-    def __init__(self, folder: Path) -> None:
-        super().__init__(folder)
-        self._plain_open = io.open
-        self._root = folder
-        self.before = {path: path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
-        self._files: dict[str, int] = {self._relative(path): n for n, path in enumerate(self.before)}
-        self.contents = dict(enumerate(self.before.values()))
-        self.names: dict[str, int] = dict(self._files)
-        self._number = len(self._files)
-        self.events: list[_Event] = []
-
-    def _relative(self, path: object) -> str:
-        return os.path.relpath(os.fspath(path), self._root)  # type: ignore[call-overload]
-
-    def done(self, name: str, place: object, *others: object) -> None:
-        path = self._relative(self.path(place))
-        match name:
-            case "open to write":
-                if path not in self._files:
-                    self._rename({path: self._number})
-                    self._number += 1
-                self._look(path)
-            case "flush" | "close written":
-                self._look(path)
-            case "fsync" if path in self._files:
-                self.events.append(_Event(file=self._files[path]))
-            case "fsync":
-                self.events.append(_Event(synced=path))
-            case "replace" | "rename":
-                self._rename({path: None, self._relative(others[0]): self._files[path]})
-            case "link":
-                self._rename({self._relative(others[0]): self._files[path]})
-            case "unlink" | "remove":
-                self._rename({path: None})
-
-    def _rename(self, names: Names) -> None:
-        self.events.append(_Event(names=names))
-        for path, file in names.items():
-            if file is None:
-                self._files.pop(path, None)
-            else:
-                self._files[path] = file
-
-    def _look(self, path: str) -> None:
-        if path in self._files:
-            with self._plain_open(self._root / path, "rb") as file:
-                self.events.append(_Event(file=self._files[path], contents=file.read()))
 
 
 class _Loss:
     """A change, as it was recorded, and the folders that a power loss in it may leave."""
 
-    def __init__(self, name: str, place: Path, model: object) -> None:
-        self.change = Interrupted(name, place, model)  # type: ignore[arg-type]
-        recorder = Recorder(copy(self.change.example, place / "recorded"))
-        self._names, self._contents, self.events = recorder.names, recorder.contents, recorder.events
-        self._commits: list[int] = []  # the number of events when each commit was acknowledged
-        with watching(recorder), after_commits(lambda bank: self._commits.append(len(recorder.events))):
-            self.change.run(recorder._root)
+    def __init__(self, name: str, place: Path, model: MACModel) -> None:
+        self.change = Interrupted(name, place, model)
+        folder = copy(self.change.example, place / "recorded")
+        self._before = {os.path.relpath(path, folder): path.read_bytes() for path in _files(folder)}
+        ends: list[int] = []  # of what was noted when each commit was acknowledged
+        with watching(folder, record=True) as system, after_commits(lambda bank: ends.append(system.event_count)):
+            self.change.run(folder)
+            self.events, places = system.events()
+        self._commits = [sum(place <= end for place in places) for end in ends]
 
     def acknowledged(self, moment: int) -> int:
         """The number of commits that were acknowledged after so many events."""
@@ -115,31 +50,85 @@ class _Loss:
             moment: the number of events before the loss.
             choice: draws what is kept of what may be lost; None to keep `everything` of it, or nothing.
         """
-        kept, now = dict(self._contents), dict(self._contents)
-        names: dict[str, int] = dict(self._names)
-        pending: list[Names] = []
+        disk = _Disk(self._before)
         for event in self.events[:moment]:
-            if event.names is not None:
-                pending.append(event.names)
-            elif event.file is not None and event.contents is not None:
-                now[event.file] = event.contents
-            elif event.file is not None:
-                kept[event.file] = now[event.file]
-            else:
-                for change in [each for each in pending if _is_in(each, event.synced)]:
-                    _apply(names, change)
-                    pending.remove(change)
-        for change in _survivors(pending, choice, everything=everything):
-            _apply(names, change)
-        for path in [path for path in folder.rglob("*") if path.is_file()]:
+            disk.follow(event)
+        for path in _files(folder):
             path.unlink()
-        for path, file in names.items():
-            (folder / path).parent.mkdir(parents=True, exist_ok=True)
-            data = _contents(kept.get(file, b""), now.get(file, b""), choice, everything=everything)
-            (folder / path).write_bytes(data)
+        for name, data in disk.after_loss(choice, everything=everything).items():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            (folder / name).write_bytes(data)
 
 
-def _is_in(names: Names, folder: str | None) -> bool:
+class _Disk:
+    """What lasts of a folder, and what may be lost."""
+
+    def __init__(self, files: dict[str, bytes]) -> None:
+        self._kept = {number: bytearray(data) for number, data in enumerate(files.values())}
+        self._pending: dict[int, list[Event]] = {number: [] for number in self._kept}
+        self._names: dict[str, int] = {name: number for number, name in enumerate(files)}  # those that last
+        self._now = dict(self._names)
+        self._changes: list[Names] = []
+
+    def follow(self, event: Event) -> None:
+        """Takes in an event."""
+        match event.kind:
+            case "c":
+                number = len(self._kept)
+                self._kept[number], self._pending[number] = bytearray(), []
+                self._rename({event.path: number})
+            case "r" if event.path in self._now:
+                self._rename({event.path: None, event.other: self._now[event.path]})
+            case "u":
+                self._rename({event.path: None})
+            case "d":
+                for change in [each for each in self._changes if _is_in(each, event.path)]:
+                    _apply(self._names, change)
+                    self._changes.remove(change)
+            case "w" | "t" if event.path in self._now:
+                self._pending[self._now[event.path]].append(event)
+            case "s" if event.path in self._now:
+                number = self._now[event.path]
+                _write(self._kept[number], self._pending[number])
+                self._pending[number] = []
+
+    def _rename(self, names: Names) -> None:
+        self._changes.append(names)
+        _apply(self._now, names)
+
+    def after_loss(self, choice: random.Random | None, *, everything: bool) -> dict[str, bytes]:
+        """The files by their names."""
+        names = dict(self._names)
+        for change in _survivors(self._changes, choice, everything=everything):
+            _apply(names, change)
+        found = {}
+        for name, number in names.items():
+            data = bytearray(self._kept[number])
+            _write(data, _survivors(self._pending[number], choice, everything=everything), choice)
+            found[name] = bytes(data)
+        return found
+
+
+def _files(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.rglob("*") if path.is_file())
+
+
+def _write(data: bytearray, events: Iterable[Event], choice: random.Random | None = None) -> None:
+    """Makes writes, with `choice` some of them in part."""
+    for event in events:
+        if event.kind == "t":
+            del data[event.offset :]
+            data.extend(bytes(event.offset - len(data)))
+            continue
+        content = event.data
+        if choice is not None and choice.random() < 0.2:
+            content = content[: _SECTOR * choice.randint(0, len(content) // _SECTOR)]
+        if content:
+            data.extend(bytes(max(0, event.offset - len(data))))
+            data[event.offset : event.offset + len(content)] = content
+
+
+def _is_in(names: Names, folder: str) -> bool:
     return any((os.path.dirname(path) or ".") == folder for path in names)
 
 
@@ -151,21 +140,13 @@ def _apply(names: dict[str, int], change: Names) -> None:
             names[path] = file
 
 
-def _survivors(pending: list[Names], choice: random.Random | None, *, everything: bool) -> list[Names]:
-    """What is kept of changes of names: all, none, the first ones, or any."""
+def _survivors(pending: list[T], choice: random.Random | None, *, everything: bool) -> list[T]:
+    """What is kept of changes: all, none, the first ones, or any."""
     if choice is None:
         return pending if everything else []
     if choice.random() < 0.5:
         return pending[: choice.randint(0, len(pending))]
     return [change for change in pending if choice.random() < 0.5]
-
-
-def _contents(kept: bytes, now: bytes, choice: random.Random | None, *, everything: bool) -> bytes:
-    """What a file holds that held `kept` when it was synced, and `now` at the moment of the loss."""
-    if kept == now or choice is None:
-        return now if everything else kept
-    part = choice.randint(0, len(now))
-    return choice.choice([kept, now, now[:part], bytes(len(now)), now[:part] + bytes(len(now) - part)])
 
 
 class Torture(Part):

@@ -22,12 +22,12 @@ from multiprocessing.sharedctypes import RawArray
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from mac_rag.data.types import Document
-from mac_rag.engine import MACEngine
 from mac_rag.bank import MemoryBank
 from mac_rag.bank.bank import Contents
 from mac_rag.bank.copies import backup
 from mac_rag.bank.verify import verify
+from mac_rag.data.types import Document
+from mac_rag.engine import MACEngine
 from mac_rag.model import MACModel
 from mac_rag.retrieval import BM25Retriever
 from tests.torture.changes import leftovers, small_model

@@ -12,13 +12,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from mac_rag.bank import MemoryBank
+from mac_rag.bank.reader import BankReader
 from mac_rag.config import AttentionConfig
 from mac_rag.data.newswire.generate import generate
 from mac_rag.data.types import Document
 from mac_rag.engine import MACEngine
 from mac_rag.errors import BankError
-from mac_rag.bank import MemoryBank
-from mac_rag.bank.reader import BankReader
 from mac_rag.retrieval import BM25Retriever
 from tests.bank.helpers import READINGS, ROUNDING, random_rows
 from tests.retrieval.helpers import RETRIEVERS

@@ -6,12 +6,12 @@ import traceback
 from pathlib import Path
 
 import pytest
+from mac_rag.bank.storage.lock import HOLDER
 
 from mac_rag.bank import MemoryBank
-from mac_rag.bank.storage.lock import HOLDER
+from tests.bank.helpers import fast_folder
 from tests.faults import watching
 from tests.helpers import run_in_process
-from tests.bank.helpers import fast_folder
 from tests.torture import soak
 from tests.torture.mutations import little_memory
 from tests.torture.part import make

@@ -19,12 +19,12 @@ from pydantic import ValidationError
 from typer.main import get_command
 from typer.testing import CliRunner, Result
 
+from mac_rag.bank import MemoryBank
 from mac_rag.cli.main import app
 from mac_rag.data.types import Document
 from mac_rag.engine import MACEngine
 from mac_rag.errors import BankError, DocumentError, MACError
 from mac_rag.integrations.llama_index import MACLLM, MACNodePostprocessor, MACVectorStore, MemoryWriter
-from mac_rag.bank import MemoryBank
 from mac_rag.model import MACModel
 from mac_rag.retrieval import BM25Retriever
 from mac_rag.untrusted_files import ROW
