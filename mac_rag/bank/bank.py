@@ -29,6 +29,7 @@ from torch import Tensor
 from mac_rag.bank.database import (
     PART_BITS,
     PUT_SETTING,
+    SEQUENCES,
     Connection,
     Database,
     Pin,
@@ -37,7 +38,7 @@ from mac_rag.bank.database import (
     read_settings,
     setting_rows,
 )
-from mac_rag.bank.directory import Directory, Record, Timeline
+from mac_rag.bank.directory import Directory, Record, Timeline, index_crc
 from mac_rag.bank.entries import BankEntry, NewEntry, Texts, described_members, new_entries
 from mac_rag.bank.interface import BankContents, Intent
 from mac_rag.bank.keys_file import KeysFile, read_keys_file, remove_keys_file, write_keys_file
@@ -63,7 +64,7 @@ _SUMMARIES = 8192  # rows whose summaries are read in one query
 # From this many rows on, the keys of a bank are kept in a file of their own, which takes less time to read.
 _MANY_ROWS = 20_000
 _REMEDY = "; restore a backup, or delete it and adapt to it again"
-_Count = Annotated[int, Field(ge=0, lt=1 << 47)]
+_Count = Annotated[int, Field(ge=0, lt=SEQUENCES)]
 _Positive = Annotated[int, Field(ge=1, lt=1 << 31)]
 
 
@@ -230,7 +231,7 @@ class Contents:
         return [name for (name,) in self.connection.rows("SELECT id FROM document ORDER BY key")]
 
     def __getitem__(self, document_id: str) -> BankEntry:
-        return self.entry(self._found(document_id))
+        return self.entry(self._found(document_id) >> PART_BITS)
 
     def __iter__(self) -> Iterator[BankEntry]:
         sequences, rows = self._directory.sequences.tolist(), self._directory.timeline.rows.tolist()
@@ -311,7 +312,7 @@ class Contents:
             raise BankError(f"the document was deleted from {self.path or 'this bank'} since")
         texts = []
         for name, metadata, content_hash, text in found:
-            with suppress(ValueError, TypeError, AttributeError):
+            with suppress(ValueError, TypeError, AttributeError, BankError):
                 if Member(name, content_hash, parse_json(metadata, depth=METADATA_DEPTH), "").matches(text):
                     texts.append(text)
                     continue
@@ -530,11 +531,11 @@ class Contents:
         return len(self.row_keys)
 
     def _find(self, document_id: str) -> int | None:
-        """The sequence number of a document's entry; None if there is none."""
+        """The key of a document; None if there is none."""
         if fault_of(document_id) is not None:  # half of a surrogate pair, which no document's id has
             return None
         found = self.connection.rows("SELECT key FROM document WHERE id = ?", (document_id,))
-        return found[0][0] >> PART_BITS if found else None
+        return int(found[0][0]) if found else None
 
     def _found(self, document_id: str) -> int:
         found = self._find(document_id) if isinstance(document_id, str) else None
@@ -876,12 +877,13 @@ class MemoryBank(Contents):
         members = described_members(documents, lambda name: self[name].members)
         if not members:
             return
-        sequences = sorted({self._found(name) for name in members})
+        keys = {name: self._found(name) for name in members}
+        sequences = sorted({key >> PART_BITS for key in keys.values()})
         with self._changing() as link:
             link.write(
-                "UPDATE document SET content_hash = ?, metadata = ?, added = ?, hash = ?, moment = ?, supersedes = ?, "
-                "crc = ? WHERE id = ?",
-                [(*fields[1:], fields[0]) for fields in map(_document_fields, members.values())],
+                "UPDATE document SET content_hash = ?, metadata = ?, added = ?, crc = ?, hash = ?, moment = ?, "
+                "supersedes = ?, index_crc = ? WHERE key = ?",
+                [(*_document_fields(keys[name], member)[1:], keys[name]) for name, member in members.items()],
             )
         self._touched.update(sequences)
         self._removed.update(sequences)
@@ -928,7 +930,7 @@ class MemoryBank(Contents):
             BankError: for an id that the bank does not hold.
         """
         self._check_writable()
-        sequence = self._found(document_id)
+        sequence = self._found(document_id) >> PART_BITS
         with self._changing() as link:
             return self._delete(link, [sequence])
 
@@ -1054,7 +1056,11 @@ class MemoryBank(Contents):
         first = settings.next_sequence
         records = [Record(number, entry.rows, entry.members) for number, entry in enumerate(entries, first)]
         link.write(
-            "INSERT INTO entry VALUES (?, ?, ?)", [(one.sequence, one.rows, len(one.members)) for one in records]
+            "INSERT INTO entry VALUES (?, ?, ?, ?)",
+            [
+                (*numbers, index_crc(*numbers))
+                for numbers in ((one.sequence, one.rows, len(one.members)) for one in records)
+            ],
         )
         keyed = [
             (record.sequence << PART_BITS | number, member, text)
@@ -1062,9 +1068,8 @@ class MemoryBank(Contents):
             for number, (member, text) in enumerate(zip(record.members, entry.texts))
         ]
         link.write(
-            "INSERT INTO document (key, id, content_hash, metadata, added, hash, moment, supersedes, crc) "
-            "VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",
-            [(key, *_document_fields(member)) for key, member, _ in keyed],
+            "INSERT INTO document VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+            [(key, *_document_fields(key, member)) for key, member, _ in keyed],
         )
         if self.keep_texts:
             kept = [(key, text) for key, _, text in keyed if text is not None]
@@ -1322,12 +1327,19 @@ def _read_state(link: Connection, former: State | None) -> State:
 
 
 def _checked_directory(link: Connection, directory: Directory, settings: Settings) -> Directory:
-    if (settings.shape is None) != (not len(directory.sequences)) or (
-        len(directory.sequences) and int(directory.sequences[-1]) >= settings.next_sequence
-    ):
-        raise DamageError(
-            f"{link.path} is damaged: its entries and its settings do not agree; restore it from a backup"
-        )
+    """The directory, if it goes with the settings and with the size of the file.
+
+    Raises:
+        DamageError: when it does not.
+    """
+    [(pages,)], [(size,)] = link.rows("PRAGMA page_count"), link.rows("PRAGMA page_size")
+    shape, rows, sequences = settings.shape, int(directory.timeline.rows.sum()), directory.sequences
+    is_sound = (shape is None) == (not len(sequences))
+    if is_sound and shape is not None:
+        is_sound = int(sequences[-1]) < settings.next_sequence
+        is_sound &= rows * settings.layout.row_bytes(*shape) <= pages * size
+    if not is_sound:
+        raise DamageError(f"{link.path} is damaged: its entries and settings do not agree; restore it from a backup")
     return directory
 
 
@@ -1369,12 +1381,13 @@ def has_commit(link: Connection, version: int, writer: str) -> bool:
     return version <= int(latest) and writer_at(link, version) == writer
 
 
-def _document_fields(member: Member) -> tuple[Any, ...]:
-    """The columns of a document, from its id on."""
+def _document_fields(key: int, member: Member) -> tuple[Any, ...]:
+    """The columns of a document after its key."""
     metadata = json.dumps(dict(member.metadata))
     hashes = b"".join(id_hash(name).to_bytes(8, "little", signed=True) for name in member.supersedes)
     fields = (member.document_id, member.content_hash, metadata, member.added)
-    return (*fields, id_hash(member.document_id), member.moment, hashes or None, _crc(*fields))
+    hashed, moment = id_hash(member.document_id), member.moment
+    return (*fields, _crc(*fields), hashed, moment, hashes, index_crc(key, hashed, moment, data=hashes))
 
 
 def _crc(*fields: str) -> int:

@@ -40,14 +40,16 @@ from mac_rag.errors import BankError, DamageError, FullDiskError
 
 # The key of a row or document holds its number within the entry in these low bits.
 PART_BITS = 16
+SEQUENCES = 1 << 47  # numbers of entries are below this
 APPLICATION = 0x4D414342
 SCHEMA_VERSION = 1
 SCHEMA = (
     "CREATE TABLE setting (name TEXT PRIMARY KEY, value TEXT NOT NULL) STRICT, WITHOUT ROWID",
-    "CREATE TABLE entry (sequence INTEGER PRIMARY KEY, rows INTEGER NOT NULL, documents INTEGER NOT NULL) STRICT",
-    "CREATE TABLE document (key INTEGER PRIMARY KEY, id TEXT NOT NULL UNIQUE, content_hash TEXT NOT NULL, "
-    "metadata TEXT NOT NULL, added TEXT NOT NULL, hash INTEGER NOT NULL, moment INTEGER NOT NULL, supersedes BLOB, "
+    "CREATE TABLE entry (sequence INTEGER PRIMARY KEY, rows INTEGER NOT NULL, documents INTEGER NOT NULL, "
     "crc INTEGER NOT NULL) STRICT",
+    "CREATE TABLE document (key INTEGER PRIMARY KEY, id TEXT NOT NULL UNIQUE, content_hash TEXT NOT NULL, "
+    "metadata TEXT NOT NULL, added TEXT NOT NULL, crc INTEGER NOT NULL, hash INTEGER NOT NULL, "
+    "moment INTEGER NOT NULL, supersedes BLOB NOT NULL, index_crc INTEGER NOT NULL) STRICT",
     "CREATE TABLE text (document INTEGER PRIMARY KEY REFERENCES document ON DELETE CASCADE, text TEXT NOT NULL) STRICT",
     "CREATE TABLE row (key INTEGER PRIMARY KEY, tokens INTEGER NOT NULL, codes BLOB NOT NULL, "
     "crc INTEGER NOT NULL) STRICT",

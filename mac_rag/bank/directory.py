@@ -5,6 +5,8 @@ So a bank of a million documents is looked through without a loop over them. A d
 
 from __future__ import annotations
 
+import struct
+import zlib
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -15,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mac_rag.bank.database import PART_BITS, Connection
+from mac_rag.bank.database import PART_BITS, SEQUENCES, Connection
 from mac_rag.data.dates import ALWAYS
 from mac_rag.data.document_ids import id_hash
 from mac_rag.data.provenance import Member
@@ -172,26 +174,39 @@ class Directory:
             DamageError: when they are not what was written.
         """
         where = f"WHERE {entries}" if entries else ""
-        found = connection.rows(f"SELECT sequence, rows, documents FROM entry {where} ORDER BY sequence")
-        low, high = (found[0][0] << PART_BITS, (found[-1][0] + 1) << PART_BITS) if found else (0, 0)
-        documents = connection.rows(
-            "SELECT key, hash, moment, supersedes FROM document WHERE key >= ? AND key < ? ORDER BY key", (low, high)
-        )
+        found = connection.rows(f"SELECT sequence, rows, documents, crc FROM entry {where} ORDER BY sequence")
         try:
-            columns = np.array(found, dtype=np.int64).reshape(-1, 3).T.copy()
-            sequences, rows, members = map(torch.from_numpy, columns)
+            if not all(
+                0 <= sequence < SEQUENCES and 0 < rows < 1 << PART_BITS and 0 < documents < 1 << PART_BITS
+                for sequence, rows, documents, _ in found
+            ):
+                raise ValueError("an entry has a number that no entry has")
+            if any(index_crc(*numbers) != crc for *numbers, crc in found):
+                raise ValueError("the checksum of an entry differs")
+            low, high = (found[0][0] << PART_BITS, (found[-1][0] + 1) << PART_BITS) if found else (0, 0)
+            documents = connection.rows(
+                "SELECT key, hash, moment, supersedes, index_crc FROM document WHERE key >= ? AND key < ? ORDER BY key",
+                (low, high),
+            )
+            if any(
+                index_crc(key, hashed, moment, data=hashes) != crc for key, hashed, moment, hashes, crc in documents
+            ):
+                raise ValueError("the checksum of a document's date and hash differs")
+            columns = np.array(found, dtype=np.int64).reshape(-1, 4).T.copy()
+            sequences, rows, members, _ = map(torch.from_numpy, columns)
             keys = torch.tensor([key for key, *_ in documents], dtype=torch.long)
             if entries:  # there may be documents of other entries between these
                 mask = torch.isin(keys >> PART_BITS, sequences)
                 documents = [row for row, is_one in zip(documents, mask.tolist()) if is_one]
                 keys = keys[mask]
-            if not torch.equal(keys, _keys(sequences, members)) or (len(found) and int(rows.min()) < 1):
+            if len(keys) != int(members.sum()) or not torch.equal(keys, _keys(sequences, members)):
                 raise ValueError("its entries and its documents do not agree")
-            supersedes = (np.frombuffer(hashes or b"", dtype="<i8").tolist() for *_, hashes in documents)
-            dating = Dating.of((moment, hashes) for (_, _, moment, _), hashes in zip(documents, supersedes))
+            dating = Dating.of(
+                (moment, np.frombuffer(hashes, dtype="<i8").tolist()) for _, _, moment, hashes, _ in documents
+            )
             hashes = torch.tensor([value for _, value, *_ in documents], dtype=torch.long)
             return cls(sequences, Timeline(hashes, dating, members, rows))
-        except (ValueError, TypeError, OverflowError, RuntimeError) as error:
+        except (ValueError, TypeError, OverflowError, RuntimeError, struct.error) as error:
             raise DamageError(f"{connection.path} is damaged: {error}; restore it from a backup") from error
 
     def joined(self, other: Directory) -> Directory:
@@ -238,6 +253,11 @@ def _keys(sequences: Tensor, counts: Tensor) -> Tensor:
     first = counts.cumsum(0) - counts
     within = torch.arange(int(counts.sum())) - first.repeat_interleave(counts)
     return (sequences << PART_BITS).repeat_interleave(counts) + within
+
+
+def index_crc(*numbers: int, data: bytes = b"") -> int:
+    """Checksum of what a directory is made of: numbers of 64 bits, and bytes."""
+    return zlib.crc32(data, zlib.crc32(struct.pack(f"<{len(numbers)}q", *numbers)))
 
 
 def id_hashes(document_ids: Sequence[str]) -> Tensor:

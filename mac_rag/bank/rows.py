@@ -370,7 +370,9 @@ def _apart(rows: Sequence[bytes], shapes: Mapping[str, tuple[torch.dtype, tuple[
     if any(len(row) != sum(sizes) for row in rows):
         raise ValueError(f"a row does not have {sum(sizes):,} bytes")
     whole = _from_bytes(b"".join(rows), torch.uint8).view(len(rows), sum(sizes))
+    # A copy of each begins where its numbers are aligned.
+    parts = [whole] if len(sizes) == 1 else [part.clone() for part in whole.split(sizes, 1)]
     return {
-        name: part.contiguous().view(dtype).view(len(rows), *shape)
-        for (name, (dtype, shape)), part in zip(shapes.items(), whole.split(sizes, 1))
+        name: part.flatten().view(dtype).view(len(rows), *shape)
+        for (name, (dtype, shape)), part in zip(shapes.items(), parts)
     }

@@ -2,74 +2,80 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import random
-import struct
-from collections.abc import Sequence
-from contextlib import suppress
-from itertools import accumulate
+import shutil
+import sqlite3
+import zlib
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
-from mac_rag.bank.storage.entry_index import EntryIndex
-from mac_rag.bank.storage.manifest import SegmentInfo
-from mac_rag.bank.storage.repair import repair, verify
-from mac_rag.bank.storage.segment import index_of_records
-from mac_rag.bank.storage.tokens_file import rows_of
-from pydantic import ValidationError
-from safetensors.torch import load
 
-from mac_rag.atomic_files import sealed
 from mac_rag.bank import MemoryBank
-from mac_rag.bank.rows import RowLayout
+from mac_rag.bank.rows import RowLayout, overview_crc
+from mac_rag.bank.verify import verify
 from mac_rag.data.types import Document
 from mac_rag.nn.product_quantizer import ProductQuantizer
-from mac_rag.untrusted_files import MalformedError
-from tests.torture.mutations import Mutations, Way, damage_bytes, damage_json, damage_kind, mutate_json, refusal
+from tests.torture.mutations import (
+    VALUES,
+    Mutations,
+    Way,
+    damage_bytes,
+    damage_kind,
+    mutate_bytes,
+    mutate_json,
+    refusal,
+)
+from tests.torture.part import Lost
 
-MANIFESTS = ("manifest.json", "manifest.copy.json")
+State: TypeAlias = Any  # everything that a bank holds
 MODEL = "f00d" * 16
 TOKENS, WIDTH = 2, 3
 
 
-def make(place: Path) -> list[Path]:
-    """Banks of memory tokens, product codes and rounded rows, of two segments, with a deleted and a merged entry."""
-    folders = [place / "tokens" / "bank", place / "pq" / "bank", place / "rounded" / "bank"]
-    for folder in folders:
-        _make(folder, folder.parent.name)
-    return folders
-
-
 class Torture(Mutations):
-    """Banks of memory tokens, of product codes and of rounded rows."""
+    """Banks of memory tokens, of product codes and of rounded rows, with a deleted and a merged entry."""
 
     def make(self, place: Path) -> list[Path]:
-        return make(place)
+        folders = [place / kind for kind in ("tokens", "pq", "rounded", "log")]
+        for folder in folders:
+            folder.mkdir(parents=True)
+            _make(folder / "bank", folder.name)
+        self._written = [_read(folder / "bank") for folder in folders]  # a log counts up to its first damage
+        with MemoryBank.open(folders[-1] / "bank", write=True) as bank:  # what its log says is in no file yet
+            bank.put([Document("k", "k")], torch.ones(1, TOKENS, WIDTH))
+            bank.commit()
+            self._written.append(_read(folders[-1] / "bank"))
+            shutil.copytree(folders[-1], place / "copy", ignore=shutil.ignore_patterns("*-lock", "*-shm"))
+        shutil.rmtree(folders[-1])
+        (place / "copy").rename(folders[-1])
+        return folders
 
     def ways(self, folder: Path, *, sealed: bool) -> Sequence[Way]:
+        self._is_sealed = sealed
         if sealed:
-            return [_manifest, _manifest, _record, _record, _numbers, _header, _lines]
-        return [damage_bytes, damage_kind, damage_json]
+            return [_setting, _row, _document, _overview, _codebook, _number, _schema]
+        return [damage_bytes, damage_bytes, damage_kind]
 
     def check(self, folder: Path) -> None:
-        """Opens, verifies and repairs the bank; what can be read is sound, and what is repaired stays so."""
-        refused = refusal(lambda: _read(folder))
-        assert refused is None or str(folder) in refused
-        if refusal(lambda: verify(folder)) or refusal(lambda: repair(folder)):
+        """Opens, verifies and changes the bank; what can be read is sound."""
+        path = folder / "bank"
+        found: list[State] = []
+        refused = refusal(lambda: found.append(_read(path)))
+        assert refused is None or str(path) in refused, refused
+        if found and not self._is_sealed and found[0] not in self._written:
+            raise Lost("the bank holds what nobody has written, and does not say so")
+        if refusal(lambda: verify(path)):
             return
-        assert verify(folder).clean, str(verify(folder))
-        _read(folder)
-        with MemoryBank.open(folder, write=True) as bank:
-            if bank.row_shape == (TOKENS, WIDTH):
-                bank.put([Document("new", "")], torch.zeros(1, TOKENS, WIDTH))
-                bank.compact()
-        assert verify(folder).clean
+        refusal(lambda: _change(path))
+        refusal(lambda: _read(path))
 
 
-def _make(folder: Path, kind: str) -> None:
-    with MemoryBank.create(folder, MODEL) as bank:
+def _make(path: Path, kind: str) -> None:
+    with MemoryBank.create(path, MODEL, keep_texts=kind == "tokens") as bank:
         if kind == "pq":
             tokens = torch.randn(300, TOKENS, WIDTH, generator=torch.Generator().manual_seed(0))
             quantizer = ProductQuantizer.fit(tokens, WIDTH, fingerprint=MODEL, whole=1)
@@ -86,145 +92,134 @@ def _make(folder: Path, kind: str) -> None:
         bank.commit()
 
 
-def _read(folder: Path) -> None:
-    """Reads all of a bank that can be opened."""
-    bank = MemoryBank.open(folder)
-    names = bank.document_ids
-    if len(bank):
-        assert bank.phi.isfinite().all()
-        bank.overview()
-    assert verify(folder).documents == len(bank) == len(set(names))
-    if len(bank):
+def _read(path: Path) -> State:
+    """Reads all of a bank that can be opened; returns it."""
+    with MemoryBank.open(path) as bank:
+        names = bank.document_ids
+        phi = bank.phi if len(bank) else torch.empty(0)
+        assert phi.isfinite().all()
+        summaries = [[part.tolist() for part in parts] for parts in bank.overview()] if bank.layout.summary else []
+        assert len(bank) == len(set(names))
         keys = bank.row_keys.tolist()
         assert keys == sorted(set(keys))
-        assert len(bank.row_members) == len(bank.phi) == sum(len(entry.phi) for entry in bank)
+        entries = [(entry.members, entry.phi.tolist(), entry.texts) for entry in bank]
+        assert sum(len(rows) for _, rows, _ in entries) == len(keys)
+        if len(bank):
+            assert len(bank.row_members) == len(keys)
+        return names, phi.tolist(), summaries, entries, bank.timeline.dating.dates.tolist(), bank.id_hashes.tolist()
 
 
-def _manifest(folder: Path, rng: random.Random) -> str:
-    manifest = json.loads((folder / "manifest.json").read_bytes())
-    del manifest["sha256"]
-    text = mutate_json(manifest, rng)
-    write_manifest(folder, _sealed(text))
-    return text[:400]
+def _change(path: Path) -> None:
+    with MemoryBank.open(path, write=True) as bank:
+        if bank.row_shape == (TOKENS, WIDTH):
+            bank.put([Document("new", "")], torch.zeros(1, TOKENS, WIDTH))
+            bank.compact()
 
 
-def _record(folder: Path, rng: random.Random) -> str:
-    manifest, segment = _segment(folder, rng)
-    path = folder / f"{segment['name']}.jsonl"
-    lines = path.read_bytes().splitlines()
-    number = rng.randrange(len(lines))
-    record = json.loads(lines[number])
-    del record["sha256"]
-    text = mutate_json(record, rng)
-    lines[number] = _sealed(text)
-    write(folder, manifest, segment, "records", b"".join(line + b"\n" for line in lines))
-    return text[:400]
+@contextmanager
+def _database(folder: Path) -> Iterator[sqlite3.Connection]:
+    with closing(sqlite3.connect(folder / "bank", isolation_level=None)) as connection:
+        yield connection
+        connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
 
 
-def _lines(folder: Path, rng: random.Random) -> str:
-    """Lines that are removed, repeated, exchanged or taken from another segment."""
-    manifest, segment = _segment(folder, rng)
-    lines = (folder / f"{segment['name']}.jsonl").read_bytes().splitlines()
-    others = [line for path in sorted(folder.glob("*.jsonl")) for line in path.read_bytes().splitlines()]
-    place = rng.randrange(len(lines))
-    match rng.randrange(4):
-        case 0:
-            del lines[place]
-        case 1:
-            lines.insert(place, rng.choice(others))
-        case 2:
-            lines[place] = rng.choice(others)
-        case _:
-            rng.shuffle(lines)
-    if rng.random() < 0.5:
-        segment["entries"] = len(lines)
-    write(folder, manifest, segment, "records", b"".join(line + b"\n" for line in lines))
-    return f"{len(lines)} lines"
+def _one(connection: sqlite3.Connection, rng: random.Random, columns: str, table: str) -> Any:
+    rows = connection.execute(f"SELECT {columns} FROM {table} ORDER BY 1").fetchall()
+    return rng.choice(rows) if rows else None
 
 
-def _numbers(folder: Path, rng: random.Random) -> str:
-    """A number in a tensor that no writer writes, with all checksums of it."""
-    manifest, segment = _segment(folder, rng)
-    data = bytearray((folder / f"{segment['name']}.safetensors").read_bytes())
-    place = rng.randrange(segment["offset"], len(data), 4)
-    patterns = [struct.pack("<f", float(name)) for name in ("nan", "inf", "-inf")] + [
-        struct.pack("<i", 40),
-        b"\xff" * 4,
-    ]
-    data[place : place + 4] = rng.choice(patterns)
-    write_tokens(folder, manifest, segment, bytes(data))
-    return f"{bytes(data[place : place + 4])!r} at {place}"
+def _setting(folder: Path, rng: random.Random) -> str:
+    with _database(folder) as connection:
+        name, value = _one(connection, rng, "name, value", "setting")
+        text = mutate_json({"value": json.loads(value)}, rng)
+        try:
+            text = json.dumps(json.loads(text)["value"])
+        except (ValueError, KeyError, RecursionError, TypeError):
+            text = text[:1000]
+        connection.execute("UPDATE setting SET value = ? WHERE name = ?", (text, name))
+    return f"{name} {text[:200]}"
 
 
-def write_tokens(folder: Path, manifest: dict[str, Any], segment: dict[str, Any], data: bytes) -> None:
-    """Writes the tokens file of a segment, with all checksums of it."""
-    layout = RowLayout.model_validate(manifest["layout"])
-    rows = rows_of(bytearray(data), SegmentInfo.model_validate(segment), layout)
-    records = []
-    for line in (folder / f"{segment['name']}.jsonl").read_bytes().splitlines():
-        record = json.loads(line)
-        del record["sha256"]
-        record["tokens"] = rows[record["start"] : record["start"] + record["rows"]].checksum()
-        records.append(sealed(record) + b"\n")
-    write(folder, manifest, segment, "records", b"".join(records))
-    segment["overview"] = rows.overview.digest()
-    write(folder, manifest, segment, "tokens", data)
+def _row(folder: Path, rng: random.Random) -> str:
+    with _database(folder) as connection:
+        key, codes = _one(connection, rng, "key, codes", "row")
+        codes = mutate_bytes(codes, rng)
+        connection.execute("UPDATE row SET codes = ?, crc = ? WHERE key = ?", (codes, zlib.crc32(codes), key))
+    return codes[:60].hex()
 
 
-def _header(folder: Path, rng: random.Random) -> str:
-    """Another header of a tokens file, or of the codebooks, with checksums that fit."""
-    manifest, segment = _segment(folder, rng)
-    codebooks = sorted(file.name for file in folder.glob("codebook*"))
-    name = rng.choice([f"{segment['name']}.safetensors", *codebooks])
-    data = (folder / name).read_bytes()
-    length = int.from_bytes(data[:8], "little")
-    text = mutate_json(json.loads(data[8 : 8 + length]), rng).encode()
-    text += b" " * (-len(text) % 8)
-    announced = rng.choice([len(text), len(text), length, 1 << 62, 0])
-    data = announced.to_bytes(8, "little") + text + data[8 + length :]
-    if name.startswith("codebook"):
-        manifest["codebook"] = hashlib.sha256(data).hexdigest()
-        for copy in codebooks:
-            (folder / copy).write_bytes(data)
-        write_manifest(folder, sealed(manifest))
-    else:
-        segment["offset"] = rng.choice([8 + len(text), segment["offset"]])
-        write(folder, manifest, segment, "tokens", data)
-    return text.decode(errors="replace")[:200]
+def _document(folder: Path, rng: random.Random) -> str:
+    with _database(folder) as connection:
+        key, *fields = _one(connection, rng, "key, id, content_hash, metadata, added", "document")
+        place = rng.randrange(4)
+        fields[place] = mutate_json(json.loads(fields[2]), rng) if place == 2 else rng.choice(["", "x", "\x00", "2004"])
+        crc = zlib.crc32("\0".join(fields).encode("utf-8", "surrogatepass"))
+        with suppress(sqlite3.IntegrityError):  # an id that another has
+            connection.execute(
+                "UPDATE document SET id = ?, content_hash = ?, metadata = ?, added = ?, crc = ? WHERE key = ?",
+                (*fields, crc, key),
+            )
+    return str(fields)[:300]
 
 
-def _segment(folder: Path, rng: random.Random) -> tuple[dict[str, Any], dict[str, Any]]:
-    manifest = json.loads((folder / "manifest.json").read_bytes())
-    del manifest["sha256"]
-    return manifest, rng.choice(manifest["segments"])
+def _overview(folder: Path, rng: random.Random) -> str:
+    with _database(folder) as connection:
+        found = _one(connection, rng, "key, summary, places, weights", "overview")
+        if found is None:
+            return "nothing"
+        key, *blobs = found
+        place = rng.randrange(3)
+        blobs[place] = mutate_bytes(blobs[place], rng)
+        connection.execute(
+            "UPDATE overview SET summary = ?, places = ?, weights = ?, crc = ? WHERE key = ?",
+            (*blobs, overview_crc(*blobs), key),
+        )
+    return str(blobs)[:200]
 
 
-def write(folder: Path, manifest: dict[str, Any], segment: dict[str, Any], what: str, data: bytes) -> None:
-    """Writes a file of a segment, with all checksums of it, and an index that leads to its records."""
-    suffix = {"records": "jsonl", "tokens": "safetensors"}[what]
-    (folder / f"{segment['name']}.{suffix}").write_bytes(data)
-    segment[what] = hashlib.sha256(data).hexdigest()
-    if what == "records":
-        path = folder / f"{segment['name']}.index"
-        path.write_bytes(_index(path, segment, data).encoded())
-        segment["index"] = hashlib.sha256(path.read_bytes()).hexdigest()
-    write_manifest(folder, sealed(manifest))
+def _codebook(folder: Path, rng: random.Random) -> str:
+    with _database(folder) as connection:
+        found = connection.execute("SELECT data FROM codebook").fetchone()
+        data = mutate_bytes(found[0] if found else bytes(64), rng)
+        connection.execute("INSERT OR REPLACE INTO codebook VALUES (1, ?, ?)", (data, zlib.crc32(data)))
+    return data[:60].hex()
 
 
-def _index(path: Path, segment: dict[str, Any], records: bytes) -> EntryIndex:
-    """The index of these records; where they cannot be true, the former one with the places of the new lines."""
-    with suppress(MalformedError, ValidationError):
-        return index_of_records(path.with_suffix(".jsonl"), SegmentInfo.model_validate(segment))
-    places = list(accumulate((len(line) for line in records.splitlines(keepends=True)), initial=0))
-    return EntryIndex(**load(path.read_bytes()))._replace(lines=torch.tensor(places))
+def _number(folder: Path, rng: random.Random) -> str:
+    """A number of the tables that say what belongs to what."""
+    table, column = rng.choice(
+        [("entry", "sequence"), ("entry", "rows"), ("entry", "documents"), ("document", "key"), ("document", "hash"),
+         ("document", "moment"), ("row", "key"), ("row", "tokens"), ("row", "crc"), ("change", "entry"),
+         ("writer", "version")]
+    )  # fmt: skip
+    numbers = [value for value in VALUES if type(value) is int and -(1 << 63) <= value < 1 << 63]
+    with _database(folder) as connection:
+        found = _one(connection, rng, f"{column}", table)
+        value = rng.choice(numbers)
+        if found is not None:
+            try:
+                connection.execute(f"UPDATE {table} SET {column} = ? WHERE {column} = ?", (value, found[0]))
+            except sqlite3.IntegrityError:
+                connection.execute(f"DELETE FROM {table} WHERE {column} = ?", found)
+    return f"{table}.{column} = {value}"
 
 
-def write_manifest(folder: Path, data: bytes) -> None:
-    for name in MANIFESTS:
-        (folder / name).write_bytes(data)
-
-
-def _sealed(text: str) -> bytes:
-    """What `sealed` would write, if it took any text for JSON."""
-    digest = hashlib.sha256(text.encode()).hexdigest()
-    return f'{text.rstrip()[:-1]},"sha256":"{digest}"}}'.encode()
+def _schema(folder: Path, rng: random.Random) -> str:
+    statement = rng.choice(
+        [
+            "CREATE TRIGGER t AFTER INSERT ON row BEGIN DELETE FROM row; END",
+            "CREATE VIEW v AS SELECT * FROM row",
+            "CREATE INDEX i ON row (tokens)",
+            "CREATE TABLE more (a)",
+            "DROP TABLE overview",
+            "DROP TABLE setting",
+            "ALTER TABLE row ADD COLUMN more TEXT",
+            "PRAGMA user_version = 2",
+            "PRAGMA application_id = 7",
+            "PRAGMA journal_mode = WAL",
+        ]
+    )
+    with _database(folder) as connection:
+        connection.execute("PRAGMA foreign_keys = OFF")
+        connection.execute(statement)
+    return statement

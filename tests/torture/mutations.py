@@ -180,7 +180,7 @@ def damage_json(folder: Path, rng: random.Random) -> str:
 
 
 def files_of(folder: Path) -> list[Path]:
-    return sorted(file for file in folder.rglob("*") if file.is_file() and not file.name.startswith("writer"))
+    return sorted(file for file in folder.rglob("*") if file.is_file())
 
 
 def refusal(use: Callable[[], object]) -> str | None:
