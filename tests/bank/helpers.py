@@ -16,10 +16,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from mac_rag.data.types import Document
 from mac_rag.bank import MemoryBank
 from mac_rag.bank.bank import Contents
 from mac_rag.bank.rows import RowLayout
+from mac_rag.data.types import Document
 from mac_rag.model import MACModel
 from mac_rag.nn.product_quantizer import ProductQuantizer
 from tests.places import IN_MEMORY
