@@ -633,10 +633,13 @@ class MemoryBank(Contents):
         self._removed: set[int] = set()
         self._touched: set[int] = set()  # entries that were deleted or described anew since the last commit
         self._latest: weakref.ref[Pin] | None = None
-        self._pin = None if database.writer is not None else database.pin()
+        self._pin: Pin | None = None
         try:
+            if database.writer is None:
+                self._pin = database.pin()
             state = _read_state(self.connection, None)
         except BaseException:
+            self._pin = None
             database.close()
             raise
         super().__init__(state)
