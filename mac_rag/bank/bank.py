@@ -644,6 +644,8 @@ class MemoryBank(Contents):
             raise
         super().__init__(state)
         self._committed, self._committed_version = state, self.version
+        if database.lock is not None and state.keys is None:
+            remove_keys_file(database.path)  # it may hold something that a killed process has deleted
 
     @classmethod
     def create(

@@ -63,7 +63,7 @@ SCHEMA = (
 )
 # Endings of the files beside a bank: of SQLite, the lock, the derived keys, and a file that is not complete yet.
 WAL, SHM, LOCK, KEYS, UNFINISHED = "-wal", "-shm", "-lock", "-keys", "-new"
-_PAGE = 8192  # bytes; memory tokens of a row take several
+_PAGE = 4096  # bytes; of larger pages more stays empty, whatever the size of a row
 _KEPT = 4  # connections that nobody uses, and that are not closed
 _WAIT = 10.0  # seconds for another process to end its commit, or to close the bank
 _NO_ROOM = "nothing was changed: free some space on the disk, and do it again"
