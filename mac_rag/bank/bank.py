@@ -458,7 +458,11 @@ class Contents:
                 raise self._damaged(key, "the checksum of their lexical vectors differs")
         try:
             codes, places, weights = ([kept[key][column] for key in keys] for column in (0, 3, 4))
-            return self.layout.decode(self.layout.unpack(codes, places, weights, *shape), self.quantizer)
+            found = self.layout.decode(self.layout.unpack(codes, places, weights, *shape), self.quantizer)
+            # A sum costs little, and tells that all numbers are finite.
+            if not found.sum().isfinite() and not found.isfinite().all():
+                raise ValueError("a number is not finite")
+            return found
         except (ValueError, TypeError, RuntimeError, IndexError) as error:
             raise self._damaged(keys[0], f"they are not what was written: {error}") from error
 
