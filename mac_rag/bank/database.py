@@ -127,6 +127,8 @@ def database_errors(path: Path, what: str) -> Iterator[None]:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise FullDiskError(f"{reason}; {_NO_ROOM}") from error
         raise BankError(reason) from error
+    except UnicodeDecodeError as error:  # even in the message of an error
+        raise DamageError(f"{path} is damaged or no memory bank: {error}; restore it from a backup") from error
     except sqlite3.Error as error:
         code = (getattr(error, "sqlite_errorcode", None) or sqlite3.SQLITE_ERROR) & 0xFF
         if code in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):
