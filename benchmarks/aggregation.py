@@ -6,7 +6,6 @@ python -m benchmarks.aggregation --help
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
@@ -47,11 +46,11 @@ class Sizes:
 
     documents: int
     questions: int
-    tokens: int
-    width: int
-    blocks: int
-    heads: int
-    head_width: int
+    tokens: int = 12
+    width: int = 768
+    blocks: int = 4
+    heads: int = 8
+    head_width: int = 96
 
 
 @dataclass(frozen=True)
@@ -71,13 +70,7 @@ def main(
     documents: Annotated[int, typer.Option(min=1, help="Documents in the bank.")] = 1665,
     questions: Annotated[int, typer.Option(min=1, help="Questions of one batch.")] = 16,
     rounds: Annotated[int, typer.Option(min=1, help="Timings of each; the median counts.")] = 3,
-    tokens: Annotated[int, typer.Option(min=1, help="Memory tokens of a document, and of a question (T).")] = 12,
-    width: Annotated[int, typer.Option(min=1, help="Width of a memory token (D).")] = 768,
-    blocks: Annotated[int, typer.Option(min=1, help="Cross-attention blocks.")] = 4,
-    heads: Annotated[int, typer.Option(min=1, help="Attention heads.")] = 8,
-    head_width: Annotated[int, typer.Option(min=1, help="Width of a head.")] = 96,
     device: Annotated[str | None, typer.Option(help="cpu or cuda; a GPU if there is one.")] = None,
-    output: Annotated[Path | None, typer.Option(help="Write the figures to this JSON file.")] = None,
 ) -> None:
     """Measure the aggregation of a bank, and compare it with a re-implementation of the published method.
 
@@ -88,25 +81,23 @@ def main(
     Networks and banks are random float32 tensors without a document prior. Time with cached keys and values and time of
     the published implementation are measured in turns. Extra memory is the peak of a process of its own.
     """
-    from dataclasses import asdict
-
     import torch
     from rich.console import Console
     from rich.table import Table
 
-    from benchmarks.measure import in_child, write_json
+    from benchmarks.measure import in_child
     from mac_rag.lm.devices import default_device
 
     place = default_device(device)
-    sizes = Sizes(documents, questions, tokens, width, blocks, heads, head_width)
+    sizes = Sizes(documents, questions)
     fast, slow = compared(sizes, rounds, place)
     measurements = {name: in_child(measured, name, sizes, place, rounds) for name in _NAMES}
     table = Table(
         "",
         "seconds",
         "extra MB",
-        title=f"{questions} questions of {documents:,} documents, T={tokens}, D={width}, {blocks} blocks, "
-        f"{heads} heads of {head_width}; {place}, {torch.get_num_threads()} threads",
+        title=f"{questions} questions of {documents:,} documents, T={sizes.tokens}, D={sizes.width}, "
+        f"{sizes.blocks} blocks, {sizes.heads} heads of {sizes.head_width}; {place}, {torch.get_num_threads()} threads",
     )
     seconds = {"published": slow, "kept": fast, "streamed": measurements["streamed"].seconds}
     for name, label in _NAMES.items():
@@ -114,9 +105,6 @@ def main(
     ratio = measurements["published"].extra_bytes / max(1, measurements["kept"].extra_bytes)
     table.add_row("published / cached", f"{slow / fast:.1f}x", f"{ratio:.1f}x")
     Console().print(table)
-    if output is not None:
-        figures = {name: {**asdict(each), "seconds": seconds[name]} for name, each in measurements.items()}
-        write_json(output, {"sizes": asdict(sizes), "device": str(place), "implementations": figures})
 
 
 def compared(sizes: Sizes, rounds: int, device: torch.device) -> tuple[float, float]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import statistics
 import sys
 import time
@@ -12,8 +11,6 @@ from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
 import torch
-
-from mac_rag.atomic_files import write_text
 
 _Arguments = ParamSpec("_Arguments")
 _Result = TypeVar("_Result")
@@ -72,12 +69,6 @@ def in_child(function: Callable[_Arguments, _Result], *args: _Arguments.args, **
 
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
         return pool.submit(function, *args, **kwargs).result()
-
-
-def write_json(path: Path, figures: dict[str, Any]) -> None:
-    """Writes the figures of a benchmark, and makes the folder of the file if it does not exist."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_text(path, json.dumps(figures, indent=2) + "\n")
 
 
 def timed(run: Callable[[], _Result]) -> tuple[float, _Result]:
