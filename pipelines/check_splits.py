@@ -64,7 +64,7 @@ def data_of(recipe: str, overrides: list[str] | None) -> DataConfig | None:
     values, where, task = read_recipe(recipe, overrides)
     if task is None:
         trains_mac = values.keys() & {"model", "preset", "start_from"}
-        task = "pretrain" if "corpus" in values else "train" if trains_mac else "tune_qa"
+        task = "train" if trains_mac else "tune_qa" if "base_lm" in values else "pretrain"
     data: DataConfig | None = getattr(TASK_KINDS[task].config.parse(values, where), "data", None)
     return data
 

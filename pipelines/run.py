@@ -93,8 +93,8 @@ class StageRun:
 
     @property
     def state(self) -> str:
+        from pipelines.checkpoints import finished_steps
         from pipelines.recipe import changes_since
-        from pipelines.resumption import finished_steps
 
         trainer = getattr(self.recipe, "trainer", None)
         changes = changes_since(self.folder, self.recipe)

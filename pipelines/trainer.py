@@ -34,9 +34,8 @@ from mac_rag.errors import ConfigError, DataError
 from mac_rag.lm.batching import one_group
 from mac_rag.progress import progress_bar
 from pipelines.averaging import WeightMean
-from pipelines.checkpoints import Checkpoints, optimizer_tensors
+from pipelines.checkpoints import Checkpoints, Progress, logged_until, optimizer_tensors
 from pipelines.recomputation import recompute_activations
-from pipelines.resumption import Progress, logged_until
 from pipelines.sharding import ShardedTask
 from pipelines.training_task import Task, TrainerConfig, mixed, shuffled
 
@@ -116,7 +115,6 @@ class Trainer:
                 timed += 1
                 if self.step % config.log_every == 0 or self.step == config.steps:
                     scalars["seconds_per_step"] = seconds / timed
-                    scalars |= self.task.speed(config.batch_size * self.task.passes * timed / seconds)
                     seconds, timed = 0.0, 0
                     self._log("train", scalars)
                     bar.note(f"loss {scalars['loss']:.4f}  rate {scalars['rate']:.2e}")

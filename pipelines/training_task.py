@@ -135,10 +135,6 @@ class Task(nn.Module, ABC):
     def validate(self) -> dict[str, float]:
         """Figures on held-out data."""
 
-    def speed(self, examples: float) -> dict[str, float]:
-        """Figures of speed to log; `examples` is the number of examples per second over all processes."""
-        return {}
-
     @abstractmethod
     def save(self, folder: Path) -> None:
         """Exports the trained model in the form in which users load it."""

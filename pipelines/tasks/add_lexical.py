@@ -9,13 +9,12 @@ from typing import Literal
 from pydantic import Field
 
 from mac_rag.atomic_files import write_folder
-from mac_rag.config import Config, HashedBM25Config
+from mac_rag.config import Config, HashedBM25Config, MACConfig
 from mac_rag.errors import ConfigError
 from mac_rag.lm.devices import STORED_DTYPES
 from mac_rag.model import MACModel
 from mac_rag.model.factory import make_hashed_bm25
 from pipelines.corpora.qa_data import DataConfig
-from pipelines.tasks.extended_model import rebuilt
 
 _VECTORS = 8  # R, lexical vectors of each text: those of both shipped models
 
@@ -70,3 +69,19 @@ def add_hashed_bm25(model: MACModel, texts: Iterable[str], vectors: int, weight:
     for encoder in (model.amortization, model.input_encoder):
         encoder.network.hashed_bm25 = hashed_bm25
     return rebuilt(model, config).eval()
+
+
+def rebuilt(model: MACModel, config: MACConfig) -> MACModel:
+    """The same encoders, LM and weights with another configuration, which adds to the model's own.
+
+    What the configuration adds to the aggregation network begins untrained.
+
+    Args:
+        model: a model. Its parts go over to the new model; do not use it any more.
+        config: its configuration with additions, such as a recency term.
+    """
+    again = MACModel(config, model.base_lm, model.amortization, model.input_encoder)
+    again.aggregation.load_state_dict(model.aggregation.state_dict(), strict=False)
+    again.modulation.load_state_dict(model.modulation.state_dict())
+    again.base_lm_trained = model.base_lm_trained
+    return again.train(model.training)

@@ -28,7 +28,7 @@ from mac_rag.nn.memory_tokens import MemoryTokens
 from mac_rag.nn.prior import Candidates, DocumentPrior, RankedFirst
 from pipelines.corpora.long_documents import within_limits
 from pipelines.corpora.qa_data import DataConfig
-from pipelines.tasks.extended_model import rebuilt
+from pipelines.tasks.add_lexical import rebuilt
 from pipelines.tasks.train import moment
 
 _QUESTIONS = 2  # of each document, at most: for a handful of numbers, other documents say more than further questions
