@@ -44,11 +44,11 @@ def main(
     device: DeviceOption = None,
     output: OutputOption = None,
 ) -> None:
-    """Measure answers from memory alone against the size of the bank, on the generated newswire.
+    """Measure answers from memory alone against the size of the bank, on generated newswire.
 
-    The questions are the same at every size: one about each of the first documents. A larger bank holds later
-    documents as distractors. For a smaller bank the questions are split into groups, and each group is asked of a bank
-    that holds the documents of this group.
+    The questions are the same at every size: one about each of the first documents. A larger bank holds later documents
+    as distractors. For a smaller bank the questions are split into groups, and each group is asked of a bank that holds
+    the documents of this group.
     """
     from eval.harness.results import result_path
 
@@ -92,18 +92,11 @@ def main(
 def measure(
     name: str, whole: MACEngine, dataset: QADataset, size: int, without_prior: bool, batch_size: int
 ) -> tuple[Row, list[Verdict]]:
-    """Answers all questions from banks of one size.
+    """Answers all questions from banks of `size` documents; returns the row, and the verdict on each answer.
 
     Args:
-        name: name of the row.
         whole: an engine that has adapted to all documents of the stream.
         dataset: the stream; its i-th question is about its i-th document.
-        size: number of documents in a bank.
-        without_prior: switches the model's document prior off.
-        batch_size: questions of one generation.
-
-    Returns:
-        The row, and the verdict on each answer.
     """
     from eval.harness.protocol import judge, summarize
     from mac_rag.engine import Answer, MACEngine

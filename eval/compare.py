@@ -23,8 +23,7 @@ class Difference(NamedTuple):
     """One figure of a row of A and of a row of B over the same questions.
 
     Attributes:
-        row: name of the row of A.
-        against: name of the row of B.
+        row, against: names of the rows of A and of B.
         figure: `em`, `f1` or `em_prefix`.
         ours, theirs: the means of A and of B, 0 to 1.
         interval: mean and 95 % interval of A less B.
@@ -128,7 +127,7 @@ def _chosen_rows(
 
 
 def compare(pairs: Sequence[Pair], rows: Sequence[tuple[str, str]], seed: int = 0) -> list[Difference]:
-    """Computes the figures of each pair of a row of A and a row of B, and their difference, A less B."""
+    """The figures of each pair of a row of A and a row of B, and their difference, A less B."""
     from eval.harness.bootstrap import paired_interval
 
     differences = []

@@ -97,7 +97,7 @@ def main(
 
 
 def memory_rows(model: MACModel, stream: QADataset, counts: list[int], seed: int) -> list[Row]:
-    """Measures a row with the peak memory for each K and each dropout ratio p.
+    """A row with the peak memory for each K and each dropout ratio p.
 
     Raises:
         ConfigError: if the stream has too few documents with questions.
@@ -121,7 +121,7 @@ def memory_rows(model: MACModel, stream: QADataset, counts: list[int], seed: int
 
 
 def first_batch(model: MACModel, stream: QADataset, count: int) -> Batch:
-    """Makes a batch of a stream's first documents, cut to the model's limit, with one question on each.
+    """A batch of a stream's first documents, cut to the model's limit, with one question on each.
 
     Raises:
         ConfigError: if the stream has too few documents with questions.
@@ -143,15 +143,10 @@ def first_batch(model: MACModel, stream: QADataset, count: int) -> Batch:
 
 
 def step_memory(model: MACModel, batch: Batch, dropout: float, seed: int) -> int:
-    """Measures the peak bytes of one training step (equation 2), beyond weights and gradients.
+    """Peak bytes of one training step (equation 2) with back-propagation dropout, beyond weights and gradients.
 
-    The gradients are allocated before the step, as in every step but the first.
-
-    Args:
-        model: the model to train; it is in evaluation mode afterwards, without gradients.
-        batch: K documents with one question each.
-        dropout: back-propagation dropout ratio p.
-        seed: random seed of the dropped documents.
+    The gradients are allocated before the step, as in every step but the first. Afterwards the model is in evaluation
+    mode, without gradients.
     """
     import torch
 

@@ -76,14 +76,7 @@ def main(
 
 
 def show_plan(planned: Sequence[Step], scale: Scale, data: Path | None, output: Path) -> None:
-    """Shows what would run.
-
-    Args:
-        planned: the steps.
-        scale: their scale.
-        data: the folder with the data sets; None for none.
-        output: the folder of results.
-    """
+    """Shows what would run, with the folder of the data sets and that of the results."""
     from eval.harness.paper_plan import models_needed, models_to_train
 
     needs = {step.name: models_needed(step) if scale == "paper" else [] for step in planned}
@@ -104,11 +97,7 @@ def show_plan(planned: Sequence[Step], scale: Scale, data: Path | None, output: 
 
 
 def run_steps(planned: Sequence[Step], output: Path) -> list[StepRecord]:
-    """Runs steps in subprocesses, in order, each with a log beside its result.
-
-    Args:
-        planned: the steps.
-        output: folder of results, logs and records, which exists.
+    """Runs steps in subprocesses, in order, each with a log beside its result in a folder that exists.
 
     Returns:
         The outcome of each step. The folder's file of records is updated after every step.
@@ -143,11 +132,7 @@ def run_steps(planned: Sequence[Step], output: Path) -> list[StepRecord]:
 
 
 def run_step(step: Step, output: Path) -> str:
-    """Runs one step; its log holds everything that it prints.
-
-    Returns:
-        The reason of its failure; empty if it succeeded.
-    """
+    """Runs one step, with a log of everything that it prints; returns why it failed, or ""."""
     log, result = output / f"{step.name}.log", step.result(output)
     # The result of an earlier run must not pass for the result of this one.
     before = result.stat().st_mtime_ns if result.exists() else None

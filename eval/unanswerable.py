@@ -39,7 +39,7 @@ def main(
     how well confidence orders right answers before wrong ones, `auroc_answerable` questions with an answer in memory
     before those without. `ece` is the expected calibration error, `risk_at_...` the share of wrong answers among the
     most confident ones, and `half_gain` the precision of the more confident half over that of all. An answer is right
-    if its F1 is at least 0.5. Rows below compare single kinds of evidence, by which nothing is calibrated.
+    if its F1 is at least 0.5. Further rows compare single kinds of evidence, which are not calibrated.
 
     Take another split than the one that the calibration was fitted on.
     """
@@ -104,7 +104,7 @@ def main(
 
 
 def measures(confidence: Sequence[float], right: Sequence[bool], answerable: Sequence[bool]) -> dict[str, float]:
-    """Computes the figures of one kind of confidence, by the names in the command's help."""
+    """The figures of one kind of confidence, by the names in the command's help."""
     figures = {
         "auroc": auroc(confidence, right),
         "auroc_answerable": auroc(confidence, answerable),

@@ -26,14 +26,10 @@ RateOption = Annotated[
 
 
 def chosen_methods(text: str, among: tuple[str, ...] = METHODS) -> list[str]:
-    """Parses an option's value: the distinct methods, in their order.
-
-    Args:
-        text: names of methods, separated by commas.
-        among: the names that the option accepts.
+    """Parses the value of --methods: the distinct methods, in their order.
 
     Raises:
-        ConfigError: for an unknown method, or no method.
+        ConfigError: for a method that is not `among` those of the command, or no method.
     """
     from mac_rag.errors import ConfigError
 

@@ -17,13 +17,7 @@ if TYPE_CHECKING:
 
 
 class FewShot(System):
-    """Few-shot prompting: the same examples before every question, each answer closed by the end token.
-
-    Args:
-        model: a MAC model, whose base LM answers.
-        examples: training questions with their answers; empty for zero-shot.
-        batch_size: questions of one generation.
-    """
+    """Few-shot prompting: the same training questions with answers before every question; none for zero-shot."""
 
     def __init__(self, model: MACModel, examples: Sequence[Question] = (), *, batch_size: int = 32) -> None:
         self.name = f"{len(examples)}-shot" if examples else "Zero-shot"
@@ -43,13 +37,7 @@ class FewShot(System):
 
 
 class RetrieverOnly(System):
-    """The LM after the documents that BM25 retrieves, without memory.
-
-    Args:
-        model: a MAC model, whose base LM answers.
-        k: number of documents in front of each question.
-        batch_size: questions of one generation.
-    """
+    """The LM after the k documents that BM25 retrieves, without memory."""
 
     def __init__(self, model: MACModel, k: int, *, batch_size: int = 32) -> None:
         self.name = f"bm25 top-{k}"

@@ -25,15 +25,7 @@ if TYPE_CHECKING:
 
 
 def key(kind: str, lm: nn.Module, dataset: QADataset, config: Config, seed: int) -> str:
-    """Computes the key of a trained network: its kind and a digest of seed, recipe, LM and data set.
-
-    Args:
-        kind: what the network is, such as `camels`.
-        lm: the LM that the network is trained for, or starts from.
-        dataset: the training documents and questions.
-        config: the recipe of the training.
-        seed: random seed of the training.
-    """
+    """The key of a trained network: its kind, such as `camels`, and a digest of seed, recipe, LM and training data."""
     digest = hashlib.sha256(f"{seed}\n{config.model_dump_json()}\n".encode())
     for name, weight in lm.state_dict().items():
         digest.update(name.encode() + weight.detach().float().cpu().contiguous().numpy().tobytes())
@@ -45,10 +37,7 @@ def key(kind: str, lm: nn.Module, dataset: QADataset, config: Config, seed: int)
 
 
 def load(network: nn.Module, folder: Path | None, name: str) -> bool:
-    """Loads the weights of a network from a folder.
-
-    Returns:
-        False if the folder does not hold the network.
+    """Loads the weights of a network from a folder; returns False if the folder does not hold it.
 
     Raises:
         ModelLoadError: if the file is damaged.
@@ -63,13 +52,7 @@ def load(network: nn.Module, folder: Path | None, name: str) -> bool:
 
 
 def save(network: nn.Module, folder: Path | None, name: str) -> None:
-    """Writes the weights of a network into a folder; None writes nothing. The file is whole at any time.
-
-    Args:
-        network: the trained network.
-        folder: the cache; made if it does not exist.
-        name: the key of the network.
-    """
+    """Writes the weights of a network into a folder; None writes nothing. The file is whole at any time."""
     if folder is None:
         return
     folder.mkdir(parents=True, exist_ok=True)
