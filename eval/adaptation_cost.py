@@ -83,8 +83,7 @@ def main(
 
 
 def measure(system: System, documents: Sequence[Document], device: torch.device) -> Row:
-    """Measures a system that has seen no document: memory on the first document, which also warms up, time on the
-    others.
+    """Measures a system that has seen no document: memory on the first one, which warms up, and time on the others.
 
     The row has peak and network memory in megabytes, seconds per document, and minutes for 1,665 documents.
     """

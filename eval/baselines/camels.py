@@ -40,7 +40,7 @@ _LOCALITY = 0.1  # weight of the KL divergence on an unrelated text
 
 
 class WeightingNetwork(nn.Module):
-    """A proxy LM without its head, and a small head on its last hidden states. A new network weighs all tokens equally."""
+    """A proxy LM without its head, and a small head on its last hidden states. A new network weighs tokens equally."""
 
     def __init__(self, backbone: Any) -> None:
         super().__init__()
@@ -132,7 +132,7 @@ def inner_update(lm: nn.Module, theta: Weights, ids: Tensor, weights: Tensor, ra
 
 
 def answer_loss(lm: nn.Module, theta: Weights, questions: Sequence[tuple[Sequence[int], Sequence[int]]]) -> Tensor:
-    """Mean negative log-likelihood of the answers' tokens, in nats, for an LM with weights `theta` in place of its own."""
+    """Mean negative log-likelihood of the answers' tokens, in nats, for an LM with `theta` in place of its weights."""
     length = max(len(prompt) + len(answer) for prompt, answer in questions)
     device = next(iter(theta.values())).device
     ids = torch.zeros(len(questions), length, dtype=torch.long, device=device)

@@ -49,17 +49,12 @@ class AggregationMethod:
 def measure(
     model: MACModel, methods: Iterable[AggregationMethod], dataset: QADataset, batch_size: int
 ) -> tuple[list[Row], dict[str, list[Verdict]]]:
-    """Answers all questions with each method.
-
-    Args:
-        model: the model that encodes the questions and answers them.
-        methods: the first one attends to the whole bank; the others are compared with it.
-        dataset: the stream, with at least one question.
-        batch_size: questions of one batch; the peak memory is that of the first batch.
+    """Answers all questions of a stream with each method; the first one attends to the whole bank.
 
     Returns:
         A row for each method, and the verdicts on its answers. `memory_kept` and `f1_kept` are percentages of the first
-        method's peak memory and F1; `aggregation_seconds` is the time of aggregation for all questions together.
+            method's peak memory and F1. The peak is that of the first batch; `aggregation_seconds` is the time of
+            aggregation for all questions.
     """
     rows: list[Row] = []
     verdicts: dict[str, list[Verdict]] = {}
@@ -99,7 +94,7 @@ def measure(
 def _answers(
     model: MACModel, method: AggregationMethod, questions: Sequence[Question], batch_size: int
 ) -> tuple[list[Answer], int, float]:
-    """Returns the answers, the peak bytes of aggregating the first batch, and the seconds of all aggregation."""
+    """The answers, the peak bytes of aggregating the first batch, and the seconds of all aggregation."""
     answers: list[Answer] = []
     peak, seconds = 0, 0.0
     with progress_bar(method.name, len(questions)) as bar:

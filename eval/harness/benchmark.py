@@ -75,7 +75,7 @@ ExportOption = Annotated[
 
 
 def model_for(model: str | None, data: Path | str | None) -> str:
-    """Returns the model that the option names, or else the one that reads the data."""
+    """The model that the option names, or else the one that reads the data."""
     return model or ("mac-tiny" if data is None else DEFAULT_MODEL)
 
 
@@ -148,7 +148,7 @@ class Loaded(NamedTuple):
     Attributes:
         dataset: the stream.
         source: where it comes from, for the result.
-        about: what it is, for the first line of the output.
+        about: description for the first line of the output.
     """
 
     dataset: QADataset
@@ -157,15 +157,10 @@ class Loaded(NamedTuple):
 
 
 def run_benchmark(experiment: str, load: Callable[[], Loaded], options: Mapping[str, Any]) -> None:
-    """Runs the protocol, and writes and prints its result.
-
-    Args:
-        experiment: name of the module, `eval.<experiment>`.
-        load: loads the stream.
-        options: all options of the command, by name.
+    """Runs the protocol of `eval.<experiment>` with a command's options, and writes and prints its result.
 
     Raises:
-        ConfigError: for an option without meaning, before the stream is loaded.
+        ConfigError: for an invalid option, before the stream is loaded.
     """
     from eval.harness.export import export_folder, export_records
     from eval.harness.kept_answers import KeptAnswers, answer_source

@@ -18,12 +18,7 @@ class Interval(Config):
 
 
 def paired_interval(ours: Sequence[float], theirs: Sequence[float], *, seed: int = 0) -> Interval:
-    """Computes the mean of `ours - theirs`, with the percentile interval of 10,000 resamples of the questions.
-
-    Args:
-        ours, theirs: one figure for each question, in the same order; at least one.
-        seed: random seed of the resampling.
-    """
+    """Mean of `ours - theirs`, question by question, with the percentile interval of 10,000 resamples of the questions."""
     import numpy as np
 
     differences = np.asarray(ours, dtype=np.float64) - np.asarray(theirs, dtype=np.float64)

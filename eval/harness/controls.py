@@ -45,9 +45,9 @@ class Control:
 
     Attributes:
         name: name of its row.
-        answer: from the numbers of some questions to their answers.
-        documents: for each question the ids of the documents that it is answered from; empty for all of the bank.
-        k: number of these documents; None for all of the bank.
+        answer: maps the numbers of some questions to their answers.
+        documents: ids of the documents that each question is answered from; empty for the whole bank.
+        k: number of these documents; None for the whole bank.
     """
 
     name: str
@@ -57,13 +57,7 @@ class Control:
 
 
 class Controls:
-    """The controls of one engine and stream.
-
-    Args:
-        engine: an engine without a retriever that has adapted to the stream.
-        dataset: the stream.
-        batch_size: questions of one generation.
-        progress: shows progress bars.
+    """The controls of one stream and one engine, which has adapted to it and has no retriever.
 
     Attributes:
         not_run: controls that this model or stream cannot have, each with the reason; complete after `all`.
@@ -189,8 +183,7 @@ def ask_controls(
     """Asks all questions of each control.
 
     Args:
-        controls: the controls.
-        path: a file that keeps answers, from which an interrupted run goes on; None keeps none.
+        path: a file that keeps answers, so that an interrupted run continues; None keeps none.
         source: digest of the model and the stream, from `answer_source`.
         seed: random seed of the bootstrap.
 
@@ -218,7 +211,7 @@ def ask_controls(
 
 
 def _answers(controls: Controls, control: Control, kept: KeptAnswers) -> tuple[list[str], float]:
-    """Returns the answer to each question, kept or new, and the time that all answers took."""
+    """The answer to each question, kept or new, and the time that all answers took."""
     # Equal questions differ if they are asked about different documents.
     prompts = [
         Prompt(question.question, documents)
@@ -245,7 +238,7 @@ def _answers(controls: Controls, control: Control, kept: KeptAnswers) -> tuple[l
 
 
 def _attended(controls: Controls, kept: KeptAnswers) -> list[str]:
-    """The id of the document with most of each question's attention."""
+    """Id of the document with most of each question's attention."""
     engine = controls.engine
     if engine.model.aggregation.prior is not None:
         engine = MACEngine(
@@ -281,12 +274,7 @@ def _errors(controls: Controls, verdicts: Sequence[Verdict], attended: Sequence[
 
 
 class RankedRows:
-    """The rows of a bank, ranked for each question by the document prior, or without one by attention.
-
-    Args:
-        engine: an engine whose bank has merged no documents.
-        questions: B texts.
-        progress: shows a progress bar.
+    """The rows of a bank that has merged no documents, ranked for B questions by the document prior, or by attention.
 
     Attributes:
         owners: id of the document of each of K rows.
@@ -307,12 +295,12 @@ class RankedRows:
         self.scores = torch.cat(parts)
 
     def best(self, count: int) -> list[list[int]]:
-        """For each question its `count` best rows, best first; all rows if there are fewer."""
+        """The `count` best rows for each question, best first; all rows if there are fewer."""
         rows: list[list[int]] = self.scores.topk(min(count, len(self.owners)), dim=1).indices.tolist()
         return rows
 
     def best_of(self, document_ids: Sequence[str]) -> list[list[int]]:
-        """For each question the best row of one document."""
+        """The best row of one document for each question."""
         rows: dict[str, list[int]] = {}
         for row, owner in enumerate(self.owners):
             rows.setdefault(owner, []).append(row)
@@ -350,7 +338,6 @@ def answers_from_two_texts(
     """Answers greedily without memory; of two prompts the more confident one chooses each token (the max rule).
 
     Args:
-        model: the model, whose LM alone answers.
         first, second: B prompts each: the same questions after one text and after another.
         weight: lambda, the weight of the first.
     """

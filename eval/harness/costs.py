@@ -1,4 +1,4 @@
-"""What an answer costs until its first token: tokens that the LM reads, and floating-point operations."""
+"""Costs of an answer until its first token: tokens that the LM reads, and floating-point operations."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ _SAMPLE = 8  # questions whose operations are counted
 
 
 class Costs:
-    """Counts what answers of an engine cost, the same on every machine.
+    """Counts the costs of an engine's answers; the counts are the same on every machine.
 
-    The bank's keys and values are there already, as they are after some questions. Retrieval is not counted: BM25 does
+    The bank's keys and values count as projected already, as after some questions. Retrieval is not counted: BM25 does
     no matrix products, and a dense retriever's encoder is not the LM's.
 
     Args:
         engine: an engine that has adapted to its documents.
-        questions: questions to come; the first 8 are the sample, of which the memory's part is counted here.
+        questions: questions to come; the first 8 are the sample on which the memory's part is counted here.
     """
 
     def __init__(self, engine: MACEngine, questions: Sequence[str]) -> None:
@@ -38,16 +38,12 @@ class Costs:
         self._of_memory = total / len(self._sample)
 
     def measures(self, prompts: Sequence[FittedPrompt], weight: float | None) -> dict[str, float]:
-        """The costs of a row, means over its questions.
-
-        Args:
-            prompts: the prompts of all questions.
-            weight: memory weight; None for answers without memory.
+        """The costs of a row with a memory weight, or without memory for None; means over its questions.
 
         Returns:
-            `lm_tokens`, the tokens of prompts that the LM reads, twice for an ensemble, over all questions, and of a
-            memory in the prompt, over those of the sample; and `gflop`, the operations until the first token in
-            billions, over those of the sample.
+            `lm_tokens`, the tokens of prompts that the LM reads, twice for an ensemble, over all questions, and those
+                of a memory in the prompt, over the sample; and `gflop`, billions of operations until the first token,
+                over the sample.
         """
         tokens = sum(len(prompt.ids) * self._readings(prompt, weight) for prompt in prompts) / len(prompts)
         sample = [prompt for prompt in prompts if prompt.question in self._sample][:_SAMPLE]
@@ -68,7 +64,7 @@ class Costs:
 
 
 def flops(compute: Callable[[], object]) -> int:
-    """Counts the floating-point operations of matrix products and attention in a computation, without gradients."""
+    """Floating-point operations of matrix products and attention in a computation, without gradients."""
     counter = FlopCounterMode(display=False, custom_mapping=_formulas())
     with torch.no_grad(), counter:
         compute()

@@ -39,11 +39,9 @@ def export_folder(folder: Path) -> Path:
 
 
 def export_records(folder: Path, samples: Sequence[Sample], documents: Sequence[Document]) -> list[Path]:
-    """Writes the records of every row; each file is whole at any time.
+    """Writes the records of every row into a folder that exists; each file is whole at any time.
 
     Args:
-        folder: a folder that exists.
-        samples: the questions with the answers of all rows.
         documents: the stream, which holds all retrieved documents.
 
     Returns:
@@ -62,13 +60,7 @@ def export_records(folder: Path, samples: Sequence[Sample], documents: Sequence[
 
 
 def ragas_record(sample: Sample, row: str, texts: Mapping[str, str]) -> dict[str, Any]:
-    """Makes a `SingleTurnSample` of ragas from one answer; leaves out unknown fields.
-
-    Args:
-        sample: the question.
-        row: name of the row that answered.
-        texts: the documents by id.
-    """
+    """A `SingleTurnSample` of ragas from the answer of one row; unknown fields are left out. `texts`: documents by id."""
     verdict = sample.rows[row]
     record: dict[str, Any] = {
         "user_input": sample.question,
@@ -84,7 +76,7 @@ def ragas_record(sample: Sample, row: str, texts: Mapping[str, str]) -> dict[str
 
 
 def ragchecker_record(sample: Sample, row: str, texts: Mapping[str, str]) -> dict[str, Any]:
-    """Makes a `RAGResult` of RAGChecker from one answer; arguments as for `ragas_record`."""
+    """A `RAGResult` of RAGChecker; the arguments are those of `ragas_record`."""
     verdict = sample.rows[row]
     return {
         "query_id": sample.id,

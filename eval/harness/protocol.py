@@ -66,21 +66,17 @@ def run_protocol(
     shortened, and the row counts such prompts. Each row has its costs (`eval.harness.costs`).
 
     If questions have a moment, each row but the LM alone comes twice: with all documents, and `dated`, as of the moment
-    of each question. `dates_f1` of the second is its gain in F1 over the first. If the model knows of times by itself,
-    a row of its memory that does not use them comes first, and `dates_f1` of the other rows of memory alone is the
-    gain over that.
+    of each question. `dates_f1` of the second is its gain in F1 over the first. If the model itself uses times, a row
+    of its memory that does not comes first, and `dates_f1` of the other rows of memory alone is the gain over that.
 
     Args:
         engine: an engine with an empty bank and no retriever.
-        dataset: the stream.
         retrievers: empty retrievers by the name that their rows get.
         ks: numbers of documents to retrieve.
         memory_weights: values of lambda (see `mac_rag.lm.decoding`), each for a row with retriever and memory. Empty
             for one such row with the engine's memory weight.
         kept: answers of this model and stream so far; new answers are added. None: answers are kept for this call only.
-        batch_size: questions of one generation.
         seed: random seed of the bootstrap.
-        progress: shows progress bars.
 
     Raises:
         DocumentError: for a document or question that the model cannot take.
@@ -151,16 +147,15 @@ class _Table:
     ) -> None:
         """Adds the row without memory, and a row with memory for each weight, all of the same prompts.
 
-        Dated rows have names of their own, and come after those of the same names that are not; without a retriever,
+        Dated rows have names of their own, and come after the undated rows of the same names. Without a retriever,
         dates change nothing for the row without memory, which is not repeated.
 
         Args:
             without: name of the row without memory.
             with_memory: name of each row with memory, and its memory weight; None for the model's own.
             retriever: finds k documents for each question; None for questions alone.
-            k: number of documents; None without a retriever.
             dated: True to ask as of the moment of each question.
-            times_used: False for a row of the memory that knows of no time.
+            times_used: False for a row of a memory that ignores times.
         """
         queries = self._queries(retriever, k, dated, times_used)
         configured = self.engine.model.config.memory_weight
@@ -213,7 +208,7 @@ class _Table:
         return None if moment is None else KnownDocuments(self.engine.snapshot, moment_of(moment))
 
     def _row(self, name: str, queries: Sequence[_Query], k: int | None, weight: float | None) -> Row:
-        """Makes the row of answered queries with a memory weight, or without memory for None."""
+        """The row of answered queries with a memory weight, or without memory for None."""
         questions = self.dataset.questions
         generated = [answer for query in queries if (answer := self.kept.find(query.prompt, weight))]
         answers = [
@@ -331,12 +326,9 @@ def judge(questions: Sequence[Question], answers: Sequence[Answer]) -> list[Verd
 def summarize(
     name: str, questions: Sequence[Question], verdicts: Sequence[Verdict], documents: int, k: int | None, seconds: float
 ) -> Row:
-    """Makes the row of a table: the means of the verdicts on each question.
+    """The row of a table: the means of the verdicts on at least one question.
 
     Args:
-        name: name of the row.
-        questions: at least one.
-        verdicts: one for each question.
         documents: number of documents in the stream.
         k: number of documents retrieved for each question; None without a retriever. The figures of retrieval are those
             of the questions which name their document.
@@ -366,7 +358,7 @@ def summarize(
 
 
 def samples(questions: Sequence[Question], verdicts: dict[str, list[Verdict]]) -> tuple[Sample, ...]:
-    """Makes a sample of each question, with the verdicts of all rows by their names."""
+    """A sample of each question, with the verdicts of all rows by their names."""
     return tuple(
         Sample.of(question, {name: column[index] for name, column in verdicts.items()})
         for index, question in enumerate(questions)
@@ -374,7 +366,7 @@ def samples(questions: Sequence[Question], verdicts: dict[str, list[Verdict]]) -
 
 
 def some_questions(dataset: QADataset, count: int | None, seed: int) -> QADataset:
-    """Keeps at most `count` questions of a data set, drawn by the seed, in the order of the stream."""
+    """The data set with at most `count` of its questions, drawn by the seed, in the order of the stream."""
     if count is None or count >= len(dataset.questions):
         return dataset
     drawn = sorted(random.Random(seed).sample(range(len(dataset.questions)), count))

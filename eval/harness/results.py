@@ -70,9 +70,7 @@ class Sample(Config):
     """One question with the answers of all rows.
 
     Attributes:
-        id, question, answers, document_id: the question, its accepted answers, and the id of its document, if it names
-            one.
-        as_of: the moment of the question; None for one that has none.
+        id, question, answers, document_id, as_of: those of the question.
         rows: the verdict on the answer of each row, by the row's name.
         hash: sha256 of all other fields, without a moment that is None.
     """
@@ -120,16 +118,15 @@ class Gain(Config):
 
 
 class Row(Config):
-    """One row of a table, or one point of a figure. A field without meaning for the row is None or empty.
+    """One row of a table, or one point of a figure. Fields that do not apply to the row are None or empty.
 
     Attributes:
         name: unique name of the row in its result.
         settings: the settings that distinguish the row, by short names: method, M, p, K, retriever ...
-        measures: further figures, by names that end in their unit if they have one: `peak_mb`,
-            `seconds_per_document`, `perplexity_unseen`, ...
+        measures: further figures, by names that end in their unit if they have one: `peak_mb`, `seconds_per_document`,
+            `perplexity_unseen`, ...
         k: number of documents retrieved for each question.
-        documents: number of documents in the stream.
-        questions: number of questions.
+        documents, questions: their numbers in the stream.
         em, f1, em_prefix: means over the questions, 0 to 1.
         substring: share of the answers that contain an accepted one, 0 to 1.
         recall_at_k: share of the questions whose document was retrieved, 0 to 1.
@@ -166,7 +163,7 @@ class Adaptation(Config):
     Attributes:
         documents: number of documents.
         rows: number of rows of memory tokens written: one for each chunk of a document.
-        chunked: number of documents longer than the model's limit, which were chunked.
+        chunked: number of documents longer than the model's limit.
         seconds: time of encoding the documents and writing them.
     """
 
@@ -270,10 +267,9 @@ class Result(Config):
     samples: SamplesFile | None = None
 
     def write(self, path: Path, samples: Sequence[Sample] = ()) -> Result:
-        """Writes the result as JSON and its samples beside it; each file is whole at any time.
+        """Writes the result as JSON, and its samples beside it; each file is whole at any time.
 
-        Returns:
-            The result as written, with the name of the file of samples.
+        Returns the result with the name of the file of samples.
         """
         written = self
         if samples:
@@ -335,7 +331,7 @@ class Result(Config):
 
 
 def provenance(experiment: str) -> dict[str, Any]:
-    """Collects the fields of a `Result` about the run itself: experiment, time, command, versions and commit."""
+    """The fields of a `Result` about the run itself: experiment, time, command, versions and commit."""
     return {
         "experiment": experiment,
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -346,11 +342,9 @@ def provenance(experiment: str) -> dict[str, Any]:
 
 
 def result_path(output: Path | None, experiment: str) -> Path:
-    """Returns the path of the result file. Call it before long work, so that an unwritable path fails at once.
+    """The result file: --output, or `results/<experiment>-<time>.json`.
 
-    Args:
-        output: the value of --output; None for `results/<experiment>-<time>.json`.
-        experiment: name of the module.
+    Call it before long work, so that an unwritable path fails at once.
 
     Raises:
         ConfigError: if no file can be written there.
@@ -378,7 +372,7 @@ def _versions() -> dict[str, str]:
 
 
 def checkout() -> Commit | None:
-    """Finds the commit of the checkout that tracks this file; None for a copy that no checkout tracks."""
+    """The commit of the checkout that tracks this file; None for a copy that no checkout tracks."""
     try:
         _git("ls-files", "--error-unmatch", Path(__file__).name)
         return Commit(commit=_git("rev-parse", "HEAD").strip(), dirty=bool(_git("status", "--porcelain").strip()))

@@ -35,7 +35,7 @@ class Setup:
     """The model and the sizes of one experiment at one scale; the command's options override them.
 
     Attributes:
-        model: name or folder of a MAC model; a preset's name where the experiment trains models itself.
+        model: name or folder of a MAC model; a preset's name if the experiment trains models itself.
         documents: documents of the test stream, from its beginning.
         questions: at most this many questions, drawn by the seed; None for all.
         lm: folder of the unquantised LM that the model was made around, from which baselines start; None for the

@@ -85,7 +85,7 @@ def named_data(data: str) -> tuple[str, Path]:
 def open_stream(
     data: str | None, split: str, documents: int | None, questions: int | None = None, *, seed: int, scale: Scale
 ) -> tuple[QADataset, str]:
-    """Opens the first documents of a stream with their questions.
+    """Opens the first documents of a stream with their questions; returns it with its folder, or "generated".
 
     Args:
         data: the value of `--data`; None for generated newswire.
@@ -93,11 +93,7 @@ def open_stream(
         documents: number of documents, from the beginning of the stream; None for all of a data set, and a sample of
             newswire.
         questions: at most this many of their questions, drawn by the seed; None for all.
-        seed: random seed of the generated stream and of the drawn questions.
         scale: the paper's scale needs `data`.
-
-    Returns:
-        The stream, and where it comes from: a folder, or "generated".
 
     Raises:
         ConfigError: if `data` names no data set, or is None at the paper's scale.
@@ -120,11 +116,7 @@ def open_stream(
 
 
 def write_once(path: Path, make: Callable[[], QADataset]) -> None:
-    """Writes a data set in the format of ArchivalQA, unless the file exists; the file is whole at any time.
-
-    Args:
-        path: a CSV file; its folder is made if it does not exist.
-        make: makes the data set; called only if the file does not exist.
+    """Writes a data set as CSV in the format of ArchivalQA, unless the file exists; the file is whole at any time.
 
     Raises:
         DataError: if the format cannot hold the data set.

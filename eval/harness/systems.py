@@ -51,12 +51,7 @@ class System(ABC):
 
 
 class MACSystem(System):
-    """MAC: documents into the memory bank, answers from memory alone.
-
-    Args:
-        model: a trained model.
-        batch_size: questions of one generation.
-    """
+    """MAC: documents into the memory bank, answers from memory alone."""
 
     name = "MAC"
 
@@ -73,17 +68,7 @@ class MACSystem(System):
 
 
 def generate(base_lm: BaseLM, prompts: Sequence[Sequence[int]], *, max_new_tokens: int, batch_size: int) -> list[str]:
-    """Answers any number of prompts greedily, in batches of similar length.
-
-    Args:
-        base_lm: the LM.
-        prompts: token ids of each prompt.
-        max_new_tokens: limit of an answer's tokens.
-        batch_size: prompts of one generation.
-
-    Returns:
-        One answer for each prompt, in their order.
-    """
+    """Answers prompts greedily, in batches of similar length; returns the answers in the order of the prompts."""
     order = sorted(range(len(prompts)), key=lambda index: len(prompts[index]))
     answers = [""] * len(prompts)
     with progress_bar("answer", len(prompts)) as bar:
@@ -97,17 +82,7 @@ def generate(base_lm: BaseLM, prompts: Sequence[Sequence[int]], *, max_new_token
 
 
 def ask(name: str, system: System, questions: Sequence[Question], documents: int) -> tuple[Row, list[Verdict]]:
-    """Asks a system questions and scores its answers.
-
-    Args:
-        name: name of the row.
-        system: a system after its adaptation.
-        questions: at least one.
-        documents: number of documents that the system has adapted to.
-
-    Returns:
-        The row, and the verdict on each answer.
-    """
+    """Asks a system questions after its adaptation; returns the row, and the verdict on each answer."""
     began = time.perf_counter()
     texts = system.answer([question.question for question in questions])
     seconds = time.perf_counter() - began

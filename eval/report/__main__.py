@@ -34,14 +34,7 @@ def main(
 
 
 def write_report(folders: list[Path], path: Path) -> list[Path]:
-    """Writes the page and the Markdown file.
-
-    Args:
-        folders: folders of results.
-        path: the HTML page; the Markdown file is beside it.
-
-    Returns:
-        The paths of both files.
+    """Writes the HTML page of all results in some folders, and the Markdown file beside it; returns both paths.
 
     Raises:
         DataError: if the folders hold no result.

@@ -47,7 +47,7 @@ UNITS = {
 
 
 def figure(row: Row, name: str) -> float | None:
-    """Finds a figure of a row by its name; None if the row does not have it.
+    """A figure of a row in its unit; None if the row does not have it.
 
     It is a score in percent, a measure, or a setting or field that is a number.
     """

@@ -23,8 +23,7 @@ class Check:
     """A finding checked on one result.
 
     Attributes:
-        held: number of comparisons that come out as in the paper.
-        of: number of all comparisons; 0 if the result lacks their rows.
+        held, of: comparisons that come out as in the paper, of all comparisons; 0 of 0 if the result lacks their rows.
         numbers: the compared figures, as text.
         where: data set and scale of the result.
     """
@@ -78,11 +77,9 @@ def named(rows: Sequence[Row], *methods: str) -> list[Row]:
 def ahead(
     winners: tuple[str, ...], others: tuple[str, ...], value: str = "f1", *, less: bool = False, ties: bool = False
 ) -> Callable[[ResultFile], Check]:
-    """Makes a check that the best row of one method is ahead of every row of others.
+    """A check that the best row of one method (`winners`) is ahead of every row of others.
 
     Args:
-        winners: names of the method.
-        others: names of the other methods.
         value: name of the compared figure.
         less: True if less is better.
         ties: True if an equal figure is enough.

@@ -46,7 +46,7 @@ class Table:
 
 
 def table(result: Result, experiment: Experiment) -> Table:
-    """Makes the table of a result: every figure that any of its rows has, with the best scores marked."""
+    """The table of a result: every figure that any of its rows has, with the best scores marked."""
     rows = [row for row in result.rows if not experiment.drawn_only or experiment.drawn_only not in row.settings]
     paper: list[dict[str, float]] = [_published(result, row) for row in rows]
     columns: list[tuple[str, list[Cell]]] = []
