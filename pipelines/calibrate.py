@@ -1,4 +1,4 @@
-"""Fits how sure a model may be of its answers: `python -m pipelines.calibrate --help`."""
+"""Fits the confidence of a model's answers: `python -m pipelines.calibrate --help`."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ def main(
     """Fit the calibration of a checkpoint, from which `Answer.confidence` is computed.
 
     Half of the questions are asked of a bank without the documents that hold their answers. A logistic model learns to
-    tell right answers from wrong ones by the document prior, the LM's own probabilities, and whether the answer says
-    back the question; right is an F1 of at least 0.5. Fit it again after training: it holds for the weights that it was
-    fitted for, and for no others.
+    tell right answers from wrong ones by the document prior, the LM's own probabilities, and whether the answer repeats
+    the question; an answer is right if its F1 is at least 0.5. A fit holds only for the weights that it was made with,
+    so fit again after training.
     """
     from mac_rag.data import load_dataset
     from mac_rag.engine import MACEngine

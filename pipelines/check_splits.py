@@ -1,4 +1,4 @@
-"""Looks for held-out data in the training data of recipes: `python -m pipelines.check_splits --help`."""
+"""Searches the training data of recipes for held-out data: `python -m pipelines.check_splits --help`."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def main(
 ) -> None:
     """Check that the training data of recipes contain nothing of a held-out split.
 
-    It compares whole paragraphs, titles and questions, normalised as in SQuAD's evaluation. The command fails if any of
+    The command compares whole paragraphs, titles and questions, normalised as in SQuAD's evaluation. It fails if any of
     them is in both.
     """
     from mac_rag.errors import DataError

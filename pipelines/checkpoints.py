@@ -44,11 +44,11 @@ Load: TypeAlias = Callable[[dict[str, Tensor]], None]
 
 
 class Progress(NamedTuple):
-    """How far a run has come.
+    """Progress of a run.
 
     Attributes:
-        step: optimiser steps that are done.
-        best: the best validation until then; None without one.
+        step: number of optimiser steps done.
+        best: the best validation so far; None before the first.
         passes: forward passes of one step over all processes.
         finished: True once the run has exported its last weights. Its checkpoint then holds nothing else.
     """
@@ -60,7 +60,7 @@ class Progress(NamedTuple):
 
 
 def finished_steps(output: Path) -> int:
-    """Steps of the run in a folder that its newest checkpoint holds; 0 without a checkpoint."""
+    """Number of steps in the newest checkpoint of the run in a folder; 0 without a checkpoint."""
     checkpoints = checkpoints_in(output / "checkpoints")
     return int(checkpoints[-1].name.removeprefix("step-")) if checkpoints else 0
 
@@ -71,10 +71,10 @@ def checkpoints_in(folder: Path) -> list[Path]:
 
 
 def progress_of(checkpoint: Path) -> Progress:
-    """What a checkpoint says of its run.
+    """Reads the progress of a run from its checkpoint.
 
     Raises:
-        DataError: when it is damaged; names its file.
+        DataError: if it is damaged; names its file.
     """
     path = checkpoint / _STATE
     try:
@@ -95,7 +95,7 @@ def logged_until(log: Path, step: int) -> str:
     """The lines of a log until a step; a last line that a crash has cut is left out.
 
     Raises:
-        DataError: when it is damaged; names its file and the line.
+        DataError: if it is damaged; names its file and the line.
     """
     lines = []
     try:
@@ -115,27 +115,14 @@ def logged_until(log: Path, step: int) -> str:
 
 
 class Checkpoints:
-    """The checkpoints in a run's folder.
-
-    All processes call the same methods in the same order.
-
-    Args:
-        folder: where they lie; all processes must see it.
-        accelerator: the processes.
-    """
+    """The checkpoints in a run's folder, which all processes see. They call the same methods in the same order."""
 
     def __init__(self, folder: Path, accelerator: Accelerator) -> None:
         self.folder = folder
         self._accelerator = accelerator
 
     def write(self, state: Mapping[str, Tensor], optimizer: Mapping[str, Tensor], progress: Progress) -> None:
-        """Writes a checkpoint and removes the older one.
-
-        Args:
-            state: trained tensors by name.
-            optimizer: see `optimizer_tensors`.
-            progress: how far the run has come.
-        """
+        """Writes a checkpoint of the trained tensors and of `optimizer_tensors`, and removes the older one."""
         accelerator = self._accelerator
         with ExitStack() as stack:
             new = [""]
@@ -161,14 +148,14 @@ class Checkpoints:
         save_file(rows | (whole if rank == 0 else {}), folder / f"{kind}-{rank:05d}-of-{count:05d}.safetensors")
 
     def tidy(self) -> None:
-        """Removes all but the newest checkpoint, and what a killed process has left of others."""
+        """Removes all checkpoints but the newest, and leftovers of killed processes."""
         if self._accelerator.is_main_process:
             for path in (*checkpoints_in(self.folder)[:-1], *self.folder.glob(".step-*")):
                 shutil.rmtree(path)
         self._accelerator.wait_for_everyone()
 
     def finish(self, progress: Progress) -> None:
-        """Leaves the step of a finished run, and removes its tensors: nothing will start from them any more."""
+        """Records that the run is finished, and removes the tensors of its checkpoint, which nothing will start from."""
         if self._accelerator.is_main_process:
             newest = checkpoints_in(self.folder)[-1]
             write_text(newest / _STATE, _state(progress._replace(finished=True)))
@@ -188,7 +175,7 @@ class Checkpoints:
 
         Raises:
             DataError: for a damaged or missing file, which it names.
-            ModelLoadError: when a name or a shape differs; names them.
+            ModelLoadError: if a name or a shape differs; names them.
         """
         newest = checkpoints_in(self.folder)[-1]
         with _opened(newest, _MODEL) as files:
@@ -198,7 +185,7 @@ class Checkpoints:
             _load_optimizer(files, optimizer, task)
 
     def newest_progress(self) -> Progress | None:
-        """How far the newest checkpoint has come; None without one."""
+        """Progress in the newest checkpoint; None without one."""
         checkpoints = checkpoints_in(self.folder)
         return progress_of(checkpoints[-1]) if checkpoints else None
 
@@ -210,7 +197,7 @@ def _state(progress: Progress) -> str:
 
 
 def optimizer_tensors(optimizer: torch.optim.Optimizer, task: nn.Module) -> dict[str, Tensor]:
-    """The optimiser's state as tensors: `STATE/NAME` for each state of the weight NAME that has had a gradient."""
+    """The optimiser's state as tensors: `STATE/NAME` for each state of a weight NAME that has had a gradient."""
     named = {parameter: name for name, parameter in task.named_parameters()}
     return {
         f"{key}/{named[parameter]}": value
@@ -239,7 +226,7 @@ def require_same_shapes(ours: Mapping[str, tuple[int, ...]], theirs: Mapping[str
     """Compares the tensors of a run with those of its checkpoint.
 
     Raises:
-        ModelLoadError: when a name or a shape differs; names them.
+        ModelLoadError: if a name or a shape differs; names them.
     """
     differ = sorted(name for name in ours.keys() | theirs.keys() if ours.get(name) != theirs.get(name))
     if differ:
@@ -273,7 +260,7 @@ class _Files:
         return sum(shape[0] for shape in shapes), *shapes[0][1:]
 
     def like(self, name: str, tensor: Tensor) -> Tensor:
-        """A stored tensor, whole or sharded as another tensor of its shape is, on the device of that."""
+        """A stored tensor on the device of another tensor of its shape, whole or sharded as that one is."""
         if not isinstance(tensor, DTensor):
             return self._rows(name, 0, tensor.shape[0] if tensor.ndim else 1).to(tensor.device)
         mesh = tensor.device_mesh

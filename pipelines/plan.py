@@ -38,8 +38,8 @@ def main(
 ) -> None:
     """Print bytes and FLOPs of a training step, of adapting to a document, and of a question, part by part.
 
-    Weights, gradients and the optimizer are counted; activations and FLOPs are estimates (see docs/guides/presets.md).
-    No weights are loaded.
+    Bytes of weights, gradients and the optimizer are exact; activations and FLOPs are estimates (see
+    docs/guides/presets.md). No weights are loaded.
     """
     from mac_rag.errors import ConfigError
     from mac_rag.model.presets import PRESETS
@@ -64,11 +64,7 @@ def main(
 
 
 def recipe_of(name: str, overrides: Sequence[str] = ()) -> TrainConfig:
-    """The recipe by which a preset, or a recipe itself, is trained.
-
-    Args:
-        name: a preset, or a recipe as `pipelines.train` takes it.
-        overrides: `name=value` each, as `--set` takes them.
+    """The recipe that trains a preset, or a recipe of `pipelines.train` itself, with values as `--set` takes them.
 
     Raises:
         ConfigError: as `load_recipe`; for a stage of another task.
@@ -89,7 +85,7 @@ def recipe_of(name: str, overrides: Sequence[str] = ()) -> TrainConfig:
 
 
 def plan_lines(parts: dict[str, Part]) -> Iterator[str]:
-    """The parts of a model as two tables for people: of its training, and of adapting and answering."""
+    """The parts of a model as two tables: of its training, and of adapting and answering."""
     kinds = ("weights", "gradients", "optimizer", "activations")
     rows = [["training", "weights, M", "trained, M", *(f"{kind}, GiB" for kind in kinds), "GiB", "GFLOP a step"]]
     for name, some in _rows(parts):

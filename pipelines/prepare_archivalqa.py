@@ -98,7 +98,7 @@ def read_questions(files: Sequence[Path]) -> list[PublicQuestion]:
 
 
 def find_articles(corpus: Path, public_questions: Sequence[PublicQuestion]) -> dict[str, Article]:
-    """The articles that the questions ask about, by id. Reading stops when all of them are found.
+    """The articles of the questions, by id. Reading stops as soon as all of them are found.
 
     Raises:
         DataError: see `read_articles`.
@@ -125,7 +125,7 @@ def write_splits(
 
     Returns:
         The number of questions written for each split, and the number left out for each reason. If no question matches,
-        the first is empty and no file is written.
+            the first is empty and no file is written.
     """
     from mac_rag.data.archivalqa import schema_row, write_rows
     from mac_rag.data.types import Document
@@ -174,7 +174,8 @@ class Article:
 def read_articles(folder: Path) -> Iterator[Article]:
     """Yields every article below a folder, from .xml files and from .xml members of .tgz archives, in order of name.
 
-    XML files without an article's id are skipped. Nothing is unpacked to disk.
+    The articles are in NITF XML, as the New York Times Annotated Corpus ships them. XML files without an article's id
+    are skipped. Nothing is unpacked to disk.
 
     Raises:
         DataError: for a folder without such files, a damaged archive, or XML that is ill-formed or declares entities.

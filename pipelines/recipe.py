@@ -132,7 +132,7 @@ def keep_recipe(config: Config, output: Path) -> None:
     """Writes the configuration of a run into its folder, or checks that the run in the folder has the same.
 
     Raises:
-        ConfigError: when the folder holds a run of another configuration; it names what differs.
+        ConfigError: if the folder holds a run of another configuration; names the differences.
     """
     path = output / _KEPT
     output.mkdir(parents=True, exist_ok=True)
@@ -152,7 +152,7 @@ def keep_recipe(config: Config, output: Path) -> None:
 
 
 def changes_since(output: Path, config: Config) -> list[str]:
-    """How a configuration differs from that of the run in a folder; nothing if the folder has no run."""
+    """Differences between a configuration and that of the run in a folder; none if the folder has no run."""
     path = output / _KEPT
     if not path.exists():
         return []

@@ -108,7 +108,7 @@ class StageRun:
 
 
 def plan(stages: Sequence[Stage], folder: Path) -> list[StageRun]:
-    """The stages with their recipes. All recipes are validated before any stage runs.
+    """The stages with their recipes, which are all validated before any stage runs.
 
     Raises:
         ConfigError: for an invalid recipe; it names the stage.
@@ -131,8 +131,8 @@ def check(runs: Sequence[StageRun]) -> None:
     """Checks that the runs in the folder belong to this pipeline.
 
     Raises:
-        ConfigError: for a stage that has begun with another configuration, or that has begun although a stage that it
-            starts from is not done; it names the folders to delete.
+        ConfigError: for a stage that has begun with another configuration, or before a stage that it starts from was
+            done; it names the folders to delete.
     """
     from mac_rag.errors import ConfigError
     from pipelines.recipe import changes_since
@@ -154,7 +154,7 @@ def check(runs: Sequence[StageRun]) -> None:
 
 
 def run_stage(run: StageRun) -> None:
-    """Runs a stage unless it is done, and says so."""
+    """Runs a stage unless it is done, with a message."""
     from pipelines.tasks.registry import run_task
 
     if run.done:

@@ -131,13 +131,12 @@ def sizes_of(recipe: TrainConfig, documents: int = 10_000, questions: int = 1, c
     """The parts of the model that a recipe trains, on documents as long as the model reads.
 
     Args:
-        recipe: the recipe.
         documents: documents in the bank, each of one chunk.
         questions: questions answered at once.
         context: tokens of documents, question and answer before the LM.
 
     Raises:
-        ConfigError, ModelLoadError: as `empty_model`; for a recipe that goes on with a trained model.
+        ConfigError, ModelLoadError: as `empty_model`; for a recipe that starts from a trained model.
     """
     if recipe.model is None:
         raise ConfigError(f"the recipe goes on with {recipe.start_from}; name a preset, or a recipe with a model")
@@ -176,7 +175,7 @@ def _weights(model: MACModel) -> dict[str, tuple[list[nn.Parameter], int]]:
 
 
 def _optimize(part: Part, changed: list[nn.Parameter], size: int, trainer: TrainerConfig) -> None:
-    """Adds the bytes of a part's weights, and of what a training keeps beside those that it changes."""
+    """Adds the bytes of a part's weights, their gradients and the optimizer's state."""
     part.trained = sum(weight.numel() for weight in changed)
     mean = 0 if trainer.average_from is None else 4 * part.trained
     copies = 2 * sum(weight.numel() for weight in changed if weight.ndim >= 2)  # autocast's, during a step
@@ -189,7 +188,7 @@ def _optimize(part: Part, changed: list[nn.Parameter], size: int, trainer: Train
 
 
 def _train(model: MACModel, parts: dict[str, Part], recipe: TrainConfig) -> None:
-    """Adds the FLOPs of an optimizer step, and what each of its passes keeps for the backward pass."""
+    """Adds the FLOPs of an optimizer step, and the bytes that each of its passes keeps for the backward pass."""
     trainer, losses, again = recipe.trainer, recipe.losses, recipe.trainer.gradient_checkpointing
     number, documents, read = 2 if trainer.precision == "bf16" else 4, trainer.batch_size, model.amortization.max_tokens
     questions = documents * recipe.questions_per_document

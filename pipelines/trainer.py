@@ -46,13 +46,11 @@ class Trainer:
     """Trains a task to its last step. It resumes from the newest checkpoint in the folder, if there is one.
 
     Args:
-        task: the task.
-        config: length, learning rate and intervals of the training.
         output: the run's folder: `metrics.jsonl`, `tensorboard/`, `checkpoints/`, and the exported `best/` and `last/`.
         label: label of the progress bar.
 
     Raises:
-        ConfigError: when Accelerate's own configuration asks for FSDP or DeepSpeed.
+        ConfigError: if Accelerate's own configuration asks for FSDP or DeepSpeed.
     """
 
     def __init__(self, task: Task, config: TrainerConfig, output: Path, *, label: str = "train") -> None:
@@ -94,10 +92,10 @@ class Trainer:
             The figures of the last validation; empty if the run was already done, and on all processes but the first.
 
         Raises:
-            ConfigError: when the loss is no longer finite, `trainer.best` is not a figure of the validation, or the
+            ConfigError: if the loss is no longer finite, `trainer.best` is not a figure of the validation, or the
                 checkpoint was made with another number of passes in a step.
-            ModelLoadError: when the folder's checkpoint belongs to another configuration.
-            DataError: when it is damaged.
+            ModelLoadError: if the folder's checkpoint belongs to another configuration.
+            DataError: if it is damaged.
         """
         if self._resume():
             self._leave()
@@ -188,7 +186,7 @@ class Trainer:
     def _synchronise(self, last: bool) -> Iterator[None]:
         """Averages the gradients of several processes once, on the last pass of an optimiser step.
 
-        Where they are sharded, this is done in each pass: a process would have no room for all of them.
+        Sharded gradients are averaged in each pass: a process would have no room for all of them.
         """
         if last or self._sharded is not None:
             yield
@@ -255,7 +253,7 @@ class Trainer:
         self.checkpoints.write(self._state(self.step), state, self._progress())
 
     def _resume(self) -> bool:
-        """Goes to where the folder's newest checkpoint was written; returns True if the run was finished there."""
+        """Restores the state of the folder's newest checkpoint; returns True if the run was finished there."""
         progress = self.checkpoints.newest_progress()
         if progress is not None and progress.finished:
             if not (self.output / "last").exists():
@@ -278,7 +276,7 @@ class Trainer:
         self.task.load_training_state(state if self._weight_mean is None else self._weight_mean.load(state))
 
     def _keep_metrics(self) -> None:
-        """Drops the log's lines beyond the current step; the steps to come write them again."""
+        """Drops the log's lines after the current step; the following steps write them again."""
         log = self.output / "metrics.jsonl"
         if not self.accelerator.is_main_process or not log.exists():
             return

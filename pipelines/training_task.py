@@ -1,4 +1,4 @@
-"""What the trainer takes: a task, which is a model with its data, and how long and how fast to train it."""
+"""The inputs of the trainer: a task, which is a model with its data, and how long and how fast to train it."""
 
 from __future__ import annotations
 
@@ -81,14 +81,14 @@ class TrainerConfig(Config):
 
     @property
     def training_device(self) -> torch.device:
-        """Where this process trains: its own GPU if there is one, unless `cpu`."""
+        """Device on which this process trains: its own GPU if there is one, unless `cpu`."""
         if self.cpu or not torch.cuda.is_available():
             return default_device("cpu")
         return default_device(f"cuda:{os.environ.get('LOCAL_RANK', '0')}")
 
     @property
     def device(self) -> torch.device:
-        """Where to load the model: where it is trained, or the CPU if no process has room for the whole."""
+        """Device on which to load the model: that of the training, or the CPU if no process has room for the whole."""
         return default_device("cpu") if self.shards else self.training_device
 
     def rate(self, step: int) -> float:
@@ -127,8 +127,8 @@ class Task(nn.Module, ABC):
     def forward(self, batch: Any) -> dict[str, Tensor]:
         """Returns `loss` and any other scalars to log.
 
-        With `trainer.parallel: fsdp`, it must call the layers of each network equally often on all processes. It runs
-        in `mac_rag.lm.batching.one_group` then.
+        With `trainer.parallel: fsdp`, it must call the layers of each network equally often on all processes. It then
+        runs in `mac_rag.lm.batching.one_group`.
         """
 
     @abstractmethod
@@ -142,7 +142,7 @@ class Task(nn.Module, ABC):
     def parameter_groups(self) -> list[dict[str, Any]]:
         """Matrices with weight decay, vectors without.
 
-        A group may have a `relative_rate`, which its learning rate is multiplied by.
+        The learning rate of a group is multiplied by its `relative_rate`, if it has one.
         """
         trained = [p for p in self.parameters() if p.requires_grad]
         return [
@@ -161,7 +161,7 @@ class Task(nn.Module, ABC):
         """Restores what `training_state` returned.
 
         Raises:
-            ModelLoadError: when a name or a shape differs; names them.
+            ModelLoadError: if a name or a shape differs; names them.
         """
         ours, theirs = ({name: tuple(t.shape) for name, t in s.items()} for s in (self.training_state(), state))
         require_same_shapes(ours, theirs)
@@ -179,8 +179,7 @@ def mixed(*numbers: int) -> int:
 def shuffled(length: int, step: int, micro: int, size: int, *, seed: int, per_step: int) -> Sequence[int]:
     """Indices of a batch out of `length` items, each epoch in an order of its own; a pure function of its arguments.
 
-    Args:
-        per_step: examples of one optimiser step over all processes and micro steps.
+    `per_step` is the number of examples of one optimiser step over all processes and micro steps.
     """
     first = step * per_step + micro * size
     indices, orders = [], {}

@@ -21,7 +21,7 @@ def main(
     k: KOption = None,
     set_: SetOption = None,
 ) -> None:
-    """Tune a base LM on question-answer pairs, with or without retrieved documents in front of them.
+    """Tune a base LM on question-answer pairs, with or without retrieved documents before them.
 
     best/ and last/ in the output folder are ordinary Hugging Face model folders. The paper's baselines and MAC with
     retrieval start from such an LM.

@@ -18,7 +18,7 @@ class Interval(Config):
 
 
 def paired_interval(ours: Sequence[float], theirs: Sequence[float], *, seed: int = 0) -> Interval:
-    """Mean of `ours - theirs`, question by question, with the percentile interval of 10,000 resamples of the questions."""
+    """Mean of `ours - theirs`, question by question, with the percentile interval of 10,000 resamples."""
     import numpy as np
 
     differences = np.asarray(ours, dtype=np.float64) - np.asarray(theirs, dtype=np.float64)

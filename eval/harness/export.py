@@ -60,7 +60,7 @@ def export_records(folder: Path, samples: Sequence[Sample], documents: Sequence[
 
 
 def ragas_record(sample: Sample, row: str, texts: Mapping[str, str]) -> dict[str, Any]:
-    """A `SingleTurnSample` of ragas from the answer of one row; unknown fields are left out. `texts`: documents by id."""
+    """A `SingleTurnSample` of ragas from the answer of one row; leaves out unknown fields. `texts`: documents by id."""
     verdict = sample.rows[row]
     record: dict[str, Any] = {
         "user_input": sample.question,

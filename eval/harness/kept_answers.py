@@ -127,7 +127,7 @@ def _line(key: str, answer: KeptAnswer) -> bytes:
 
 
 def answer_source(model: MACModel, documents: Iterable[Document]) -> str:
-    """Digest of everything that determines answers: weights, configuration, device, stream in order, code of `mac_rag`."""
+    """Digest of all that determines answers: weights, configuration, device, stream in order, code of `mac_rag`."""
     from mac_rag.retrieval.encoders import weights_hash
 
     digest = hashlib.sha256(f"{weights_hash(model)} {model.config.model_dump_json()} {model.device}".encode())

@@ -45,10 +45,9 @@ class DataConfig(Config):
     """Questions to train and validate on.
 
     Attributes:
-        name: `newswire` (generated), `squad`, `streamingqa`, `archivalqa`, `timeqa`, or `own` for files of
-            your own.
+        name: `newswire` (generated), `squad`, `streamingqa`, `archivalqa`, `timeqa`, or `own` for files of your own.
         path: folder of the data set's files; newswire has none. For `own` also a file, or `hub:OWNER/NAME`.
-        columns: only for `own`: the column that holds a field, where it has another name, such as `{question: q}`; see
+        columns: only for `own`: names of the columns that hold our fields, if they differ, such as `{question: q}`; see
             `mac_rag.data.own.FIELDS`.
         train: the split for training, or several of one data set, joined in this order.
         val: the split for validation.
@@ -77,10 +76,7 @@ class DataConfig(Config):
         return self
 
     def training_set(self, *, unanswered: bool = False) -> QADataset:
-        """The documents and questions to train on.
-
-        Args:
-            unanswered: True to take questions without answers, too.
+        """The documents and questions to train on; with `unanswered`, also questions without answers.
 
         Raises:
             ConfigError: see `load_dataset`.
@@ -106,14 +102,7 @@ class DataConfig(Config):
         return train
 
     def validation_set(self, *, unanswered: bool = False) -> QADataset:
-        """The documents and questions to validate on.
-
-        Args:
-            unanswered: True to take questions without answers, too.
-
-        Raises:
-            ConfigError, DataError: as `training_set`.
-        """
+        """The documents and questions to validate on; arguments and errors are those of `training_set`."""
         return _usable(self.load(self.val, documents=self.validation_documents, unanswered=unanswered))
 
     def load(self, split: str, *, documents: int | None = None, unanswered: bool = False) -> QADataset:
@@ -124,7 +113,11 @@ class DataConfig(Config):
 
 
 def _usable(data: QADataset) -> QADataset:
-    """The data, whose notes are shown; refused if a question names no document."""
+    """Shows the notes of a data set, and returns it.
+
+    Raises:
+        DataError: if a question names no document.
+    """
     for note in data.notes:
         say(note, err=True)
     for question in data.questions:
@@ -137,7 +130,7 @@ def _usable(data: QADataset) -> QADataset:
 
 
 def joined(parts: Sequence[QADataset]) -> QADataset:
-    """Several splits of a data set as one.
+    """Joins several splits of a data set.
 
     Raises:
         DataError: for a document that is in two of them; names it.
@@ -155,7 +148,7 @@ def joined(parts: Sequence[QADataset]) -> QADataset:
 
 
 class ContextConfig(Config):
-    """Retrieved documents in front of the questions.
+    """Retrieved documents before the questions.
 
     Attributes:
         retriever: `none`, or the name of a retriever over the training documents (see `make_retriever`): `bm25`,
@@ -195,7 +188,7 @@ class Retrieved:
     The cache folder holds the results under a sha256 of everything that they depend on: the retriever's settings and
     weights, the documents, the questions and `depth`. So later runs on the same data find them there, and an
     interrupted run finds the documents that it has encoded. Processes that need the same results wait for the first.
-    Nobody knows what an imported retriever depends on, so its results are not cached.
+    The results of an imported retriever are not cached, since its dependencies are unknown.
 
     Args:
         name: name of the retriever; see `make_retriever`.
@@ -264,7 +257,7 @@ class Retrieved:
 
 
 def fingerprint(retriever: Retriever) -> str:
-    """Text that differs between retrievers that may rank differently."""
+    """A text that differs between retrievers that may rank differently."""
     if isinstance(retriever, DenseRetriever):
         return retriever.encoder.fingerprint
     if isinstance(retriever, HybridRetriever):
@@ -284,13 +277,12 @@ def _read(file: Path, shape: tuple[int, int]) -> Rows | None:
 
 
 class ContextMiner:
-    """Puts retrieved documents in front of training questions.
+    """Draws retrieved documents for training questions. They are retrieved once, at the start, for all questions.
 
-    Their order is shuffled, so that rank never tells the LM where the answer is. They are retrieved once, at the start,
-    for all questions of the data set.
+    Their order is shuffled, so that rank never tells the LM where the answer is.
 
     Raises:
-        ConfigError: when there are not more documents than `k`; and as `Retrieved`.
+        ConfigError: if there are not more documents than `k`; and as `Retrieved`.
     """
 
     def __init__(self, config: ContextConfig, data: QADataset) -> None:
@@ -301,7 +293,7 @@ class ContextMiner:
         self._retrieved = retrieved(config, data)
 
     def mine(self, questions: Sequence[Question], rng: random.Random) -> list[list[Document]]:
-        """The documents in front of each question, at most the number that is drawn for it; empty for none."""
+        """The documents before each question, at most the number that is drawn for it; empty for none."""
         if self._retrieved is None:
             return [[] for _ in questions]
         sizes = [rng.choice(self._config.k) if rng.random() < self._config.rate else 0 for _ in questions]
@@ -326,10 +318,7 @@ def mentions(text: str, answers: Sequence[str]) -> bool:
 
 
 def retrieved(config: ContextConfig, data: QADataset) -> Retrieved | None:
-    """The best documents for each question of a data set, one more than `k`, because the gold one may be left out.
-
-    None without a retriever.
-    """
+    """The best documents for each question, one more than `k`, in case its own is left out; None without a retriever."""
     if config.retriever == "none":
         return None
     return Retrieved(config.retriever, data, max(max(config.k) + 1, _DEPTH))

@@ -1,4 +1,4 @@
-"""What can be asked about a passage: answers chosen from it by rules, and kinds of questions that need none."""
+"""Subjects of questions about a passage: answers chosen from it by rules, and kinds of questions that need none."""
 
 from __future__ import annotations
 

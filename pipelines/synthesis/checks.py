@@ -1,4 +1,4 @@
-"""What is wrong with a question and its answer: the checks of self-study, by which pairs are dropped."""
+"""The checks of self-study, by which faulty pairs of a question and its answer are dropped."""
 
 from __future__ import annotations
 
@@ -42,10 +42,10 @@ _stem = Stemmer.Stemmer("english").stemWords
 
 
 def fault_of_question(question: str, passage: str) -> str | None:
-    """The check that a question fails without regard to its answer; None if it fails none.
+    """The check that a question fails, whatever its answer; None if it fails none.
 
-    A pronoun is no fault in a question that names something in capitals or digits. A question about what an example of
-    the prompt is about is one, unless the passage is about it, too.
+    A question with a pronoun passes if it names something in capitals or digits. A question that names the subject of
+    an example of the prompt fails, unless the passage names it, too.
 
     Examples:
         >>> [fault_of_question(asked, "A mill.") for asked in ("What does the passage say?", "When did he leave?")]

@@ -1,4 +1,4 @@
-"""The prompts of self-study, instructions and fixed examples for each kind; and how to read what was written."""
+"""The prompts of self-study, instructions and fixed examples for each kind; and the reading of what the LM writes."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from pipelines.synthesis.candidates import SPAN_KINDS, Candidate, sentence_of
 
 @dataclass(frozen=True)
 class Conversation:
-    """What an LM is told and asked.
+    """Messages for an LM.
 
     Attributes:
-        instruction: what to do.
-        examples: requests with the answers that are wanted.
+        instruction: the task.
+        examples: requests with the desired answers.
         request: the last request, which the LM is to answer.
-        opening: how its answer begins: an LM of our own continues it; empty for any beginning.
+        opening: beginning of its answer, which an LM of our own continues; empty for any beginning.
     """
 
     instruction: str
@@ -29,12 +29,7 @@ class Conversation:
 
 @dataclass(frozen=True)
 class Written:
-    """A question that the LM wrote.
-
-    Attributes:
-        question: the question.
-        answer: its answer: the one chosen from the passage, or the one that the LM wrote.
-    """
+    """A question that the LM wrote, with the answer that was chosen from the passage or that the LM wrote."""
 
     question: str
     answer: str
@@ -156,7 +151,7 @@ def reading(passage: str, kind: str, question: str) -> Conversation:
 
 
 def most_tokens(kind: str, *, answer: bool) -> int:
-    """The most tokens that the LM writes: of an answer, or of what `asking` asks for."""
+    """Largest number of tokens that the LM writes: of an answer, or of its reply to `asking`."""
     if answer:
         return SHORT_TOKENS if kind in SPAN_KINDS else LONG_TOKENS
     return QUESTION_TOKENS if kind in SPAN_KINDS else PAIR_TOKENS

@@ -1,4 +1,4 @@
-"""Who writes: a local LM of the Hugging Face kind, or any LlamaIndex LLM."""
+"""The LMs that write: a local one of the Hugging Face kind, or any LlamaIndex LLM."""
 
 from __future__ import annotations
 
@@ -34,12 +34,7 @@ _BASE_STOP = "\n\n"  # ends what an LM without a chat template writes
 
 
 class Passage(NamedTuple):
-    """A part of a document that the LM reads at once.
-
-    Attributes:
-        text: the part.
-        tokens: number of its tokens.
-    """
+    """A part of a document that the LM reads at once, and the number of its tokens."""
 
     text: str
     tokens: int
@@ -80,7 +75,7 @@ class Writer(ABC):
         return [Passage(chunk.text, len(chunk.ids)) for chunk in split(text.strip(), self._texts, self._passage)]
 
     def tokens(self, passage: Passage, kind: str) -> int:
-        """About how many tokens the LM reads and writes, at most, for a question on a passage and for its answer."""
+        """Estimate of the most tokens that the LM reads and writes for a question on a passage and for its answer."""
         return 2 * passage.tokens + self._around[kind, False] + self._around[kind, True]
 
     def _length(self, conversation: Conversation) -> int:
@@ -89,19 +84,16 @@ class Writer(ABC):
 
     @abstractmethod
     def write(self, conversations: Sequence[Conversation], most: Sequence[int]) -> list[str]:
-        """What the LM writes at the end of each conversation: greedily, in at most as many tokens as `most` says."""
+        """The LM's reply to each conversation, greedy, in at most as many tokens as `most` says."""
 
 
 class LocalWriter(Writer):
-    """An LM on this machine. Control tokens in documents stay text.
+    """An LM on this machine, by its name as `base_lm.name` of a recipe takes it. Control tokens in documents stay text.
 
-    It is asked by its chat template; one without a template goes on with a text.
-
-    Args:
-        name: name of an LM, as `base_lm.name` of a recipe takes it.
+    It is asked by its chat template; one without a template continues a text.
 
     Raises:
-        ModelLoadError: when it cannot be loaded.
+        ModelLoadError: if it cannot be loaded.
     """
 
     def __init__(self, name: str) -> None:
@@ -166,7 +158,7 @@ class LlamaIndexWriter(Writer):
         super().__init__(text_tokenizer(load_tokenizer(str(SHIPPED / "mac-small" / "base_lm"))), window)
 
     def write(self, conversations: Sequence[Conversation], most: Sequence[int]) -> list[str]:
-        """As `Writer.write`; how it decodes, and how much at most, is a setting of the LLM.
+        """As `Writer.write`; decoding and its limits are settings of the LLM.
 
         Raises:
             WorkerError: for whatever the LLM raises.

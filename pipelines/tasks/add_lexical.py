@@ -1,4 +1,4 @@
-"""Giving a trained MAC model lexical vectors: nothing is trained, tokens are counted."""
+"""Adds lexical vectors to a trained MAC model: nothing is trained, tokens are counted."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class AddLexicalConfig(Config):
 
     Attributes:
         start_from: a MAC checkpoint, name or folder.
-        data: in its training documents the tokens are counted.
+        data: the tokens of its training documents are counted.
         weight: weight of the lexical vectors' product beside the cosine in the document prior.
         store_dtype: dtype of the stored weights; see `mac_rag.lm.int8_storage` for int8.
     """
@@ -74,11 +74,8 @@ def add_hashed_bm25(model: MACModel, texts: Iterable[str], vectors: int, weight:
 def rebuilt(model: MACModel, config: MACConfig) -> MACModel:
     """The same encoders, LM and weights with another configuration, which adds to the model's own.
 
-    What the configuration adds to the aggregation network begins untrained.
-
-    Args:
-        model: a model. Its parts go over to the new model; do not use it any more.
-        config: its configuration with additions, such as a recency term.
+    Additions to the aggregation network are untrained. The parts of the model go over to the new one; do not use it any
+    more.
     """
     again = MACModel(config, model.base_lm, model.amortization, model.input_encoder)
     again.aggregation.load_state_dict(model.aggregation.state_dict(), strict=False)

@@ -1,7 +1,7 @@
 """Fits the calibration of a model: questions of which half have their answers taken out of memory.
 
-Confidence must be low where memory does not hold what is asked, so half of the questions are asked of a bank without
-the document of the question and without every other that holds one of its answers.
+Confidence must be low if memory does not hold the answer. So half of the questions are asked of a bank without the
+document of the question and without every other that holds one of its answers.
 """
 
 from __future__ import annotations
@@ -45,15 +45,13 @@ def guesses(
     """Adapts an engine to a stream, asks it questions, and takes the answers to every second one away.
 
     Args:
-        engine: the engine; with a retriever, its documents stand in front of the questions.
+        engine: the engine; with a retriever, its documents stand before the questions.
         dataset: the stream; questions without an answer or a document are left out.
         count: number of questions, drawn by the seed.
-        seed: random seed.
-        batch_size: questions that are answered at a time; those whose answers were taken away are asked one by one.
-        progress: shows progress bars.
+        batch_size: questions that are answered at a time; those without their answers are asked one by one.
 
     Returns:
-        The answers, their evidence `[N, len(EVIDENCE)]`, and how they came about.
+        The answers, their evidence `[N, len(EVIDENCE)]`, and the way of answering.
     """
     engine.adapt(dataset.documents, progress=progress)
     asked = [question for question in dataset.questions if question.answers and question.document_id is not None]
@@ -89,11 +87,9 @@ def guesses(
 
 
 def without_answers(question: Question, texts: dict[str, str]) -> frozenset[str]:
-    """The documents that hold none of a question's answers, and are not its own.
+    """Ids of the documents that hold none of a question's answers, and are not its own.
 
-    Args:
-        question: the question.
-        texts: by id, the normalized text of each document between two spaces.
+    `texts` has the normalized text of each document between two spaces, by id.
     """
     answers = [f" {normalized} " for answer in question.answers if (normalized := normalize(answer))]
     return frozenset(
@@ -107,7 +103,7 @@ def fit(engine: MACEngine, found: Sequence[Guess], evidence: Tensor, mode: Mode,
     """The model's calibration with a new fit for one way of answering; fits of other weights are left out.
 
     Raises:
-        ConfigError: when all answers are right, or none is.
+        ConfigError: if all answers are right, or none is.
     """
     model, old = engine.model, engine.model.calibration
     modes = {} if old is None or old.fingerprint != model.fingerprint else dict(old.modes)

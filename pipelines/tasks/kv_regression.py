@@ -2,18 +2,17 @@
 
 An LM answers by the keys and values of the words it has read. The encoders start from the same LM, so a linear map of
 their states predicts these keys and values; it is fitted here by ridge regression. Training then begins with a memory
-that the LM can read. What remains to be learned is what to keep, as there are fewer memory tokens than words, and how
-to find it.
+that the LM can read. It remains to be learned what to keep, as there are fewer memory tokens than words, and how to
+find it.
 
 If the prefix has an attention sink, the LM reads the text after the sink, and keys are predicted before rotation.
 
-A memory that is a part of the LM's prompt yields the LM's states at the layer where it enters instead.
+A memory that is a part of the LM's prompt yields the LM's states at its entry layer instead.
 
-Slots of phi* get first marks: the less probable the document prior holds a slot's document, the less it is heard.
-Without marks the LM reads the tokens of all slots alike, and documents that do not answer drown the one that does. A
-mark can turn keys away from what the LM asks for. It is fitted by gradient descent: after all slots the LM is to
-predict the answers as it does after the first one alone. What a slot says is still there, and training can make it
-louder where that helps.
+Slots of phi* get first marks: the less probable the document prior holds a slot's document, the fainter it is. Without
+marks the LM reads the tokens of all slots alike, and documents that do not answer drown the one that does. A mark can
+turn keys away from the LM's queries. It is fitted by gradient descent: after all slots the LM is to predict the answers
+as it does after the first one alone. A slot's content stays, and training can make it louder.
 """
 
 from __future__ import annotations
@@ -171,10 +170,9 @@ def _memory_tokens(network: EncoderPooling, row: Sequence[int], states: Tensor) 
 
 
 def _pooling(network: EncoderPooling, states: Tensor, skipped: int) -> Tensor:
-    """How much each word is of each memory token, `[T, L - skipped]`; the sentence encoder's is of all words.
+    """Share of each word in each memory token, `[T, L - skipped]`; the sentence encoder's token is of all words.
 
     Args:
-        network: the amortization network.
         states: `[L, backbone width]`.
         skipped: number of words at the beginning that are left out.
     """
@@ -298,11 +296,10 @@ def _fit_prior(prior: DocumentPrior, questions: MemoryTokens, phi: MemoryTokens)
 
 @torch.no_grad()
 def fit_slot_marks(model: MACModel, data: QADataset) -> None:
-    """Fits the mark of faintness of a model's slots; a model without slots stays as it is.
+    """Fits the mark of faintness of a model's slots in place; a model without slots stays as it is.
 
-    Args:
-        model: a model in evaluation mode whose memory tokens the LM can read; it is changed in place.
-        data: the training set, of which some documents and a question of each are used.
+    The model is in evaluation mode, and the LM can read its memory tokens. Some documents of the training set are used,
+    with a question of each.
     """
     slots, prompts = model.aggregation.slots, model.base_lm.prompts
     if slots is None:

@@ -94,7 +94,6 @@ class ReadingSequences:
     Such sequences teach an LM to answer from the text before the question, several times for each document.
 
     Args:
-        documents: the documents.
         questions: the questions of each document, by its id.
         encoder: writes documents, questions and answers as token ids.
         length: longest sequence in tokens.
@@ -132,9 +131,7 @@ class ReadingSequences:
 class PretrainTask(Task):
     """The LM, its corpus and its validation: perplexity, and exact match and F1 with the document in the prompt.
 
-    Args:
-        config: the recipe.
-        output: the run's folder, where the tokenizer is kept between runs.
+    The tokenizer is kept in the run's folder (`output`) between runs.
     """
 
     def __init__(self, config: PretrainConfig, output: Path) -> None:

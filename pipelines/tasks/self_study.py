@@ -1,7 +1,7 @@
-"""Self-study: an LM writes questions and answers about documents, and what does not pass the checks is dropped.
+"""Self-study: an LM writes questions and answers about documents, and pairs that fail the checks are dropped.
 
-The documents are cut into passages, and these go to the LM in groups. What comes of a group is one file in `groups/`,
-which depends on nothing but the group; so a run that was stopped goes on with the next group, and ends with the same
+The documents are cut into passages, and these go to the LM in groups. The rows of a group are one file in `groups/`,
+which depends on nothing but the group; so a run that was stopped continues with the next group, and ends with the same
 files as one that was not. Duplicates are found at the end, over all groups.
 """
 
@@ -45,14 +45,14 @@ Row = dict[str, Any]
 
 
 class SelfStudyConfig(Config):
-    """What determines the questions.
+    """Everything that determines the questions.
 
     Attributes:
         documents_sha256: digest of their ids, texts and metadata.
         lm: name of the LM.
         per_passage: questions to write about each passage.
         own_answers: True to keep the LM's own answers, which are not checked.
-        seed: random seed of what is asked about.
+        seed: random seed of the drawn subjects.
         prompts_sha256: digest of the code of prompts, rules and checks.
     """
 
@@ -98,13 +98,9 @@ class Counts:
 
 @dataclass(frozen=True)
 class Report:
-    """What came of a self-study.
+    """Results of a self-study: its counts, in all and of each kind of question.
 
-    Attributes:
-        documents: number of documents.
-        kept_standing: number of kept questions whose answer stands in the document.
-        total: counts of all questions.
-        kinds: counts of each kind of question.
+    `kept_standing` counts the kept questions whose answer stands in the document.
     """
 
     documents: int
@@ -149,7 +145,7 @@ def read_report(path: Path) -> Report | None:
     """The report of a finished self-study; None if there is none.
 
     Raises:
-        DataError: when it is damaged; names the file.
+        DataError: if it is damaged; names the file.
     """
     try:
         values = read_json(path, _LARGEST_REPORT)
@@ -188,19 +184,16 @@ def study(
     Args:
         paths: files and folders of documents, as `mac-rag adapt` takes them.
         lm: name of the LM that writes; see `pipelines.synthesis.writers.make_writer`.
-        output: the folder. A run in it that was stopped goes on; a finished one is left as it is.
+        output: the folder. An interrupted run in it continues; a finished one is left as it is.
         per_passage: questions to write about each passage of a document.
         limit: largest number of documents, the first ones; None for all.
         own_answers: True to keep the questions with the answers that the LM gives after the passage, unchecked.
-        seed: random seed of what is asked about.
-
-    Returns:
-        What was kept, and what was dropped for which reason.
+        seed: random seed of the drawn subjects.
 
     Raises:
-        ConfigError: when the folder holds a run of another configuration; for an LM without room for a passage.
+        ConfigError: if the folder holds a run of another configuration; for an LM without room for a passage.
         DataError, DocumentError, BankError: for documents that cannot be read or that `mac-rag adapt` refuses.
-        ModelLoadError, WorkerError: when the LM cannot be loaded, or fails.
+        ModelLoadError, WorkerError: if the LM cannot be loaded, or fails.
     """
     documents = _checked(read_documents(find_files(paths))[:limit])
     config = SelfStudyConfig(
@@ -222,7 +215,7 @@ def study(
 
 
 def _checked(documents: list[Document]) -> list[Document]:
-    """The documents, if `mac-rag adapt` takes them and each fits into a row.
+    """Checks that `mac-rag adapt` takes the documents, and that each fits into a row; returns them.
 
     Raises:
         DataError, DocumentError, BankError: for one that does not; names it.
@@ -247,7 +240,7 @@ def _checked(documents: list[Document]) -> list[Document]:
 
 
 def _all_rows(documents: Sequence[Document], config: SelfStudyConfig, folder: Path, writer: Writer) -> list[Row]:
-    """The rows of all groups, those of an earlier run included; tells first what it will cost."""
+    """The rows of all groups, those of an earlier run included; first shows the costs."""
     asked = list(_plan(documents, config, writer))
     groups = [asked[first : first + _GROUP] for first in range(0, len(asked), _GROUP)]
     costs = [sum(writer.tokens(each.passage, each.candidate.kind) for each in group) for group in groups]
@@ -289,7 +282,7 @@ def _plan(documents: Sequence[Document], config: SelfStudyConfig, writer: Writer
 
 
 def _written(group: Sequence[_Asked], config: SelfStudyConfig, writer: Writer) -> list[Row]:
-    """What the LM writes for a group: a row for each question, and in it the first check that it fails, if any."""
+    """Lets the LM write the questions of a group: a row for each, with the first check that it fails, if any."""
     texts = writer.write(
         [asking(each.passage.text, each.candidate) for each in group],
         [most_tokens(each.candidate.kind, answer=False) for each in group],

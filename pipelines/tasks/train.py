@@ -33,11 +33,7 @@ from pipelines.trainer import Task, TrainerConfig
 
 
 class TrainTask(Task):
-    """A MAC model with its training batches and its validation on a held-out stream.
-
-    Args:
-        config: the recipe.
-    """
+    """A MAC model with its training batches and its validation on a held-out stream."""
 
     def __init__(self, config: TrainConfig) -> None:
         super().__init__()
@@ -138,7 +134,7 @@ class TrainTask(Task):
     def _with_further(
         self, documents: list[Document], texts: list[str], questions: Sequence[Question]
     ) -> list[list[int]]:
-        """Adds the documents that questions need beside their own to those of a batch; returns where they stand.
+        """Adds the documents that questions need beside their own to those of a batch; returns their indices.
 
         Documents that are not in the data, as those that are too long, are left out.
         """
@@ -151,7 +147,7 @@ class TrainTask(Task):
         return [[places[name] for name in question.further_ids if name in places] for question in questions]
 
     def _abstains(self, question: Question, mined: Sequence[Document], *, from_memory: bool) -> bool:
-        """True if there is an abstention, and neither memory nor a document in front holds the answer."""
+        """True if the prompt has an abstention, and neither memory nor a document before the question holds the answer."""
         if self.model.config.prompt.abstention is None or from_memory:
             return False
         return question.document_id not in {document.id for document in mined}
@@ -241,7 +237,7 @@ def _target(question: Question) -> str:
 
 
 def moment(document: Document) -> int:
-    """When a document counts, in microseconds since 1970; before all others without a date."""
+    """Date of a document in microseconds since 1970; a document without one is before all others."""
     return ALWAYS if document.date is None else moment_of(document.date)
 
 
@@ -296,7 +292,7 @@ def _from_all_processes(phi: Tensor) -> Tensor:
 
 
 def reading_task(turns: ReadingTurns, base_lm: BaseLM, data: DataConfig, trainer: TrainerConfig) -> TuneTask:
-    """The task of these steps, around an LM that is trained elsewhere.
+    """The task of the reading steps, around an LM that is trained elsewhere.
 
     Raises:
         ConfigError: as `TuneTask`.
