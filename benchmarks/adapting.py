@@ -1,7 +1,4 @@
-"""How many documents a second an engine adapts to, beside sentence-transformers with all-MiniLM-L6-v2.
-
-python -m benchmarks.adapting --help
-"""
+"""Documents adapted per second, against sentence-transformers: `python -m benchmarks.adapting --help`."""
 
 from __future__ import annotations
 

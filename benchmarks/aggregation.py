@@ -1,7 +1,4 @@
-"""Aggregation of a bank: time and memory against the published implementation.
-
-python -m benchmarks.aggregation --help
-"""
+"""Time and memory of aggregation, against the published code: `python -m benchmarks.aggregation --help`."""
 
 from __future__ import annotations
 
@@ -32,16 +29,14 @@ _UNLIMITED = 1 << 62
 
 @dataclass(frozen=True)
 class Sizes:
-    """Sizes of the bank, the questions and the aggregation network.
+    """Sizes of the bank, the questions and the aggregation network; the defaults are those of the paper's GPT2 models.
 
     Attributes:
         documents: documents in the bank, one row each.
         questions: questions of one batch.
-        tokens: memory tokens T of a document, and of a question.
-        width: width D of a memory token.
-        blocks: cross-attention blocks.
-        heads: attention heads.
-        head_width: width of a head.
+        tokens: T, memory tokens of a document, and of a question.
+        width: D, width of a memory token.
+        blocks, heads, head_width: cross-attention blocks, their heads and the width of a head.
     """
 
     documents: int
@@ -55,11 +50,8 @@ class Sizes:
 
 @dataclass(frozen=True)
 class Measurement:
-    """What one implementation takes for the whole batch.
-
-    Attributes:
-        seconds: its time.
-        extra_bytes: peak memory beyond bank, network and cached keys and values.
+    """Seconds of one implementation for the whole batch, and its peak memory beyond bank, network and cached keys and
+    values.
     """
 
     seconds: float

@@ -1,7 +1,4 @@
-"""What a memory tells a frozen LM before and after training, beside what the text itself tells it.
-
-python -m benchmarks.answer_loss --help
-"""
+"""Loss of answers under a memory before and after training: `python -m benchmarks.answer_loss --help`."""
 
 from __future__ import annotations
 

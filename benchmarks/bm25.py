@@ -1,7 +1,4 @@
-"""BM25: time of questions and changes, ours against rank_bm25, in one run.
-
-python -m benchmarks.bm25 --help
-"""
+"""BM25: time of questions and changes, ours against rank_bm25: `python -m benchmarks.bm25 --help`."""
 
 from __future__ import annotations
 

@@ -39,18 +39,10 @@ def medians(ours: Callable[[], Any], theirs: Callable[[], Any], rounds: int) -> 
 
 
 def usage(run: Callable[[], _Result], device: torch.device, rounds: int) -> tuple[Usage, _Result]:
-    """Measures the memory of the first call of a function, and the median time of further calls.
+    """The memory of a function's first call and the median time of further calls, and the result of the first call.
 
     If the first call takes longer than 10 seconds, its time counts, and there is no further call. On a GPU the peak is
     that of torch's allocator. On a CPU it is the peak of the whole process, so call this in a new process (`in_child`).
-
-    Args:
-        run: the function.
-        device: the device that it runs on.
-        rounds: number of timed calls.
-
-    Returns:
-        The usage, and the result of the first call.
     """
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)

@@ -1,7 +1,4 @@
-"""Bulk adaptation by one process and by a growing number of Ray's actors, and whether their banks are equal.
-
-python -m benchmarks.ray_adapt --help
-"""
+"""Bulk adaptation by one process and by Ray's actors: `python -m benchmarks.ray_adapt --help`."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Time of a question from banks of a hundred to a million documents, from the disk, with the defaults.
-
-python -m benchmarks.scale --help
-"""
+"""Time of a question from banks of a hundred to a million documents: `python -m benchmarks.scale --help`."""
 
 from __future__ import annotations
 
@@ -49,11 +46,11 @@ def main(
     seed: SeedOption = 0,
     output: OutputOption = None,
 ) -> None:
-    """Time opening a bank, its first question, and later ones, each bank in a process of its own.
+    """Time opening a bank, its first question, and later ones, each bank in a process of its own, from the disk.
 
     A bank has the documents of a data set, those of its test stream first. Beyond 20,000 it has mixtures of them
-    (`benchmarks.large_banks.mixed_documents`). Banks of up to 6,000 documents also aggregate the same questions
-    over all rows, as if no document prior told which rows can matter, and as the published implementation does it
+    (`benchmarks.large_banks.mixed_documents`). Banks of up to 6,000 documents also aggregate the same questions over
+    all rows, as if no document prior told which rows can matter, and as the published implementation does it
     (`benchmarks.published`); the difference is that of phi*. With --output, a plot is drawn beside the JSON file.
     """
     from benchmarks.measure import in_child
@@ -122,7 +119,7 @@ def _opened(place: Path, model: MACModel, rows: Any) -> MemoryBank:
 
 
 def _fill(place: Path, count: int, real: Path, model: str, rows: Any, seed: int) -> None:
-    """Makes a bank of the rows of another and of mixtures of them, unless it is there; goes on with one begun."""
+    """Makes a bank of the rows of another and of mixtures of them, unless it is complete; continues an unfinished one."""
     from benchmarks.large_banks import mixed_documents
     from mac_rag.data.types import Document
     from mac_rag.memory import MemoryBank

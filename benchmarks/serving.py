@@ -1,7 +1,4 @@
-"""A server under load: throughput against one client and against the engine, latencies, errors and memory.
-
-python -m benchmarks.serving --help
-"""
+"""A server under load: throughput, latencies, errors and memory: `python -m benchmarks.serving --help`."""
 
 from __future__ import annotations
 
@@ -47,9 +44,8 @@ def main(
 ) -> None:
     """Time questions to the engine and to a server on loopback; then mix questions, streams, puts and deletes.
 
-    The mix comes in eight parts. After each, the server rests, and its memory at rest is measured.
-    At the end it is killed in the middle of such a mix and started again, and every put and delete that was
-    acknowledged is looked for.
+    The mix comes in eight parts. After each, the server rests, and its memory at rest is measured. At the end it is
+    killed in the middle of such a mix and started again, and every put and delete that was acknowledged is checked.
     """
     from tempfile import TemporaryDirectory
 
@@ -100,12 +96,7 @@ def main(
 
 
 class Served:
-    """A server in a process of its own, on a free port of the loopback address; ended at the end of the `with` block.
-
-    Args:
-        folder: its folder.
-        model: its model.
-    """
+    """A server in a process of its own, on a free port of the loopback address; ends with the `with` block."""
 
     def __init__(self, folder: Path, model: str) -> None:
         with socket.socket() as free:
@@ -132,7 +123,7 @@ class Served:
         """Waits until it takes requests.
 
         Raises:
-            BadParameter: when its process has ended by itself.
+            BadParameter: if its process has ended by itself.
         """
         import httpx
 
@@ -147,7 +138,7 @@ class Served:
                 time.sleep(0.2)
 
     def kill_and_start(self) -> None:
-        """Ends its process at once, as the loss of power does for a process, and starts another one on its folder."""
+        """Kills its process, as a loss of power would, and starts another one on its folder."""
         self._process.kill()
         self._process.wait()
         self._process = self._started()
@@ -159,12 +150,7 @@ class Served:
 
 
 class Memory:
-    """Main memory of a server, looked at every few seconds during the `with` block, and when it rests.
-
-    Args:
-        server: the server.
-        every: seconds between two looks.
-    """
+    """Main memory of a server, measured every few seconds during the `with` block, and when it rests."""
 
     def __init__(self, server: Served, every: float = 2.0) -> None:
         self._server, self._every = server, every
@@ -188,7 +174,7 @@ class Memory:
                 return
 
     def rests(self) -> None:
-        """Called when the server has nothing to do: keeps what it holds then."""
+        """Records the memory at rest. Call it when the server has nothing to do."""
         self._resting.append(self._server.resident())
 
     def described(self) -> str:
@@ -243,14 +229,9 @@ class Load:
 
     A request that is lost with a killed server is `cut`, and its client waits until there is a server again.
 
-    Args:
-        server: the server.
-        questions: what is asked.
-        seed: random seed.
-
     Attributes:
-        acknowledged: documents of which the server has said that they are there (True) or deleted (False). A document
-            with a request under way, or whose request was lost, is not among them.
+        acknowledged: documents that the server has acknowledged as stored (True) or deleted (False), without those with
+            a request under way or lost.
     """
 
     def __init__(self, server: Served, questions: Questions, seed: int) -> None:
@@ -319,7 +300,7 @@ class Load:
         return outcome(response.status_code, "put")
 
     def lost(self) -> set[str]:
-        """Documents that are not there although their put was acknowledged, or are although their deletion was."""
+        """Documents that are missing although their put was acknowledged, or present although their deletion was."""
         found: set[str] = set()
         after: dict[str, str] = {}
         while True:

@@ -1,7 +1,4 @@
-"""What a question costs in a bank in shards, against one bank with all documents.
-
-python -m benchmarks.shards --help
-"""
+"""Cost of a question in a bank in shards, against one bank: `python -m benchmarks.shards --help`."""
 
 from __future__ import annotations
 

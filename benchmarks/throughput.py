@@ -1,7 +1,4 @@
-"""Documents, questions and training steps a second, ours and the published implementation, in one run.
-
-python -m benchmarks.throughput --help
-"""
+"""Documents, questions and training steps a second, against the published code: `python -m benchmarks.throughput`."""
 
 from __future__ import annotations
 
