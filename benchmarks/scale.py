@@ -119,7 +119,7 @@ def _opened(place: Path, model: MACModel, rows: Any) -> MemoryBank:
 
 
 def _fill(place: Path, count: int, real: Path, model: str, rows: Any, seed: int) -> None:
-    """Makes a bank of the rows of another and of mixtures of them, unless it is complete; continues an unfinished one."""
+    """Makes a bank of another's rows and of mixtures of them, unless it is complete; continues an unfinished one."""
     from benchmarks.large_banks import mixed_documents
     from mac_rag.data.types import Document
     from mac_rag.memory import MemoryBank

@@ -59,7 +59,7 @@ def main(
     stream, _ = open_stream(data, "test", documents, questions * (rounds + 1), seed=seed, scale="tiny")
     encoded, one = MemoryBank(loaded.fingerprint), MemoryBank(loaded.fingerprint)
     keep_rows_for(one, loaded.aggregation)  # as shards do
-    adapt(MACEngine(loaded, encoded), stream.documents, progress=True)
+    adapt(MACEngine(loaded, encoded), stream.documents)
 
     def fill(bank: Bank) -> None:
         for first in range(0, len(stream.documents), 512):

@@ -53,7 +53,7 @@ def main(
     stream, _ = open_stream(data, "test", documents, questions, seed=seed, scale="tiny")
     bank = MemoryBank(loaded.fingerprint)
     engine = MACEngine(loaded, bank)
-    adapt(engine, stream.documents, progress=True)
+    adapt(engine, stream.documents)
     view = ProjectedBank(network, bank, device="cpu")
     question = loaded.input_encoder([loaded.input_encoder.ids(each.question) for each in stream.questions])
 

@@ -46,9 +46,6 @@ def main(
     and in batches for the others, and scaled to 1,665 documents. Neither depends on the weights, so CaMeLS and CCM are
     not trained for this.
     """
-    import os
-
-    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # the profiler announces each start and stop on standard error
     from eval.harness.results import result_path
 
     path = result_path(output, "adaptation_cost")

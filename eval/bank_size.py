@@ -67,7 +67,7 @@ def main(
     if loaded.aggregation.prior is None and prior != "off":
         raise ConfigError(f"{model} has no document prior; measure it with --prior off")
     engine = MACEngine(loaded)
-    adaptation = adapt(engine, dataset.documents, progress=True)
+    adaptation = adapt(engine, dataset.documents)
     rows: list[Row] = []
     verdicts: dict[str, list[Verdict]] = {}
     for count in counts:

@@ -158,7 +158,7 @@ def _show(differences: Sequence[Difference]) -> None:
             FIGURES[entry.figure],
             f"{100 * entry.ours:.1f}",
             f"{100 * entry.theirs:.1f}",
-            f"{100 * interval.mean:+.1f} ({100 * interval.low:+.1f}, {100 * interval.high:+.1f})",
+            interval.percent,
             "*" if interval.low > 0 or interval.high < 0 else "",
         )
     show_table(table)

@@ -61,11 +61,11 @@ def main(
     groups = conflicts(dataset, setup.questions, seed)
     loaded = MACModel.from_pretrained(setup.model, device=device)
     engine = MACEngine(loaded)
-    adaptation = adapt(engine, dataset.documents, progress=True)
+    adaptation = adapt(engine, dataset.documents)
     rows: list[Row] = []
     sampled: list[Sample] = []
     for group in groups:
-        measured = measure(engine, group, dataset, batch_size=batch_size, seed=seed, progress=True)
+        measured = measure(engine, group, dataset, batch_size=batch_size, seed=seed)
         rows += [row for row, _ in measured]
         sampled += samples([case.question for case in group], {row.name: verdicts for row, verdicts in measured})
     conflict_questions = tuple(case.question for group in groups for case in group)

@@ -60,8 +60,8 @@ def main(
     name = model_for(model, data)
     loaded = MACModel.from_pretrained(name, device=device)
     engine = MACEngine(loaded)
-    adaptation = adapt(engine, dataset.documents, progress=True)
-    controls = Controls(engine, dataset, batch_size=batch_size, progress=True)
+    adaptation = adapt(engine, dataset.documents)
+    controls = Controls(engine, dataset, batch_size=batch_size)
     rows, verdicts = ask_controls(controls, answers, answer_source(loaded, dataset.documents), seed=seed)
     report(
         path,

@@ -48,7 +48,6 @@ def main(
     counts: Annotated[
         str, typer.Option("--k", help="Documents K of a training batch, separated by commas.")
     ] = "1,2,4,8,16,32",
-    trainings: Annotated[bool, typer.Option(help="Also train, for the table of answers by p.")] = True,
     steps: StepsOption = None,
     learning_rate: TrainingRateOption = None,
     documents: DocumentsOption = None,
@@ -72,7 +71,7 @@ def main(
     from eval.harness.variants import Training, Variant, run_variants
 
     training = Training(setup.model, data, path.parent / "variants", seed, steps, scale, learning_rate)
-    table = TABLE[scale] if trainings else {}
+    table = TABLE[scale]
     longest = max([*sizes, *(count for count, _, _ in table.values())])
     stream = open_stream(data, "train", longest, seed=seed, scale=scale)[0]
     loaded = _to_train(setup.model)
@@ -92,7 +91,6 @@ def main(
         batch_size=batch_size,
         options=setup.options(context.params),
         further=rows,
-        not_run={} if trainings else {"the table of answers by p": "--no-trainings was given"},
     )
 
 
@@ -169,14 +167,11 @@ def step_memory(model: MACModel, batch: Batch, dropout: float, seed: int) -> int
 
 def _to_train(name: str) -> MACModel:
     """Builds a preset from its pretrained parts, or loads a checkpoint."""
-    import os
-
     from mac_rag.lm.devices import default_device
     from mac_rag.lm.loading import require_gradients
     from mac_rag.model import MACModel
     from mac_rag.model.presets import PRESETS
 
-    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # the profiler announces each start and stop on standard error
     if name not in PRESETS:
         return MACModel.from_pretrained(name)
     require_gradients(PRESETS[name].base_lm.quantization, default_device(None))

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -106,7 +107,7 @@ def run_steps(planned: Sequence[Step], output: Path) -> list[StepRecord]:
     from eval.harness.results import checkout
 
     before = {record.name: record for record in read_records(output)}
-    commit, digests = checkout(), AnswerDigests()
+    commit = checkout()
     if commit is not None and commit.dirty:
         say("The checkout has uncommitted changes: finished steps are kept though the code may differ.")
     records: list[StepRecord] = []
@@ -115,7 +116,7 @@ def run_steps(planned: Sequence[Step], output: Path) -> list[StepRecord]:
         record = StepRecord(name=step.name, experiment=step.experiment, status="not run", reason=step.missing)
         if step.missing:
             say(f"{head}: not run: {step.missing}")
-        elif finished(step, output, commit, digests):
+        elif finished(step, output, commit):
             record = record.model_copy(update={"status": "done"})
             say(f"{head}: done before")
         else:
@@ -149,25 +150,19 @@ def run_step(step: Step, output: Path) -> str:
     return ""
 
 
-class AnswerDigests:
-    """Answer digests of models by name; loads each model once. A model that cannot be loaded has None."""
+@cache
+def answer_digest(name: str) -> str | None:
+    """The answer digest of a model; None if it cannot be loaded."""
+    from mac_rag.errors import MACError
+    from mac_rag.model import MACModel
 
-    def __init__(self) -> None:
-        self._known: dict[str, str | None] = {}
-
-    def of(self, name: str) -> str | None:
-        if name not in self._known:
-            from mac_rag.errors import MACError
-            from mac_rag.model import MACModel
-
-            try:
-                self._known[name] = MACModel.from_pretrained(name).answer_digest
-            except MACError:
-                self._known[name] = None
-        return self._known[name]
+    try:
+        return MACModel.from_pretrained(name).answer_digest
+    except MACError:
+        return None
 
 
-def finished(step: Step, output: Path, commit: Commit | None, digests: AnswerDigests) -> bool:
+def finished(step: Step, output: Path, commit: Commit | None) -> bool:
     """True if the result of a step exists and comes from the same command, commit and model."""
     from eval.harness.results import Result
     from mac_rag.errors import DataError
@@ -178,7 +173,7 @@ def finished(step: Step, output: Path, commit: Commit | None, digests: AnswerDig
         return False
     if (result.command, result.git) != (step.shown(output), commit):
         return False
-    return result.model is None or digests.of(result.model.name) == result.model.answer_digest
+    return result.model is None or answer_digest(result.model.name) == result.model.answer_digest
 
 
 if __name__ == "__main__":

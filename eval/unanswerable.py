@@ -59,7 +59,7 @@ def main(
     logistic = calibration_of(loaded, "memory" if retriever == "none" else "documents")
     engine = MACEngine(loaded, retriever=make_retriever(retriever), k=k)
     began = time.perf_counter()
-    found, evidence, mode = guesses(engine, dataset, questions, seed=seed, batch_size=batch_size, progress=True)
+    found, evidence, mode = guesses(engine, dataset, questions, seed=seed, batch_size=batch_size)
     seconds = time.perf_counter() - began
     right, answerable = [guess.right for guess in found], [guess.answerable for guess in found]
     asked = [guess.question for guess in found]

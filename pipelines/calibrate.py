@@ -45,7 +45,7 @@ def main(
     name, _, path = data.partition(":")
     dataset = load_dataset(name, split, path or None, documents=documents)
     engine = MACEngine(MACModel.from_pretrained(model, device=device), retriever=make_retriever(retriever), k=k)
-    found, evidence, mode = guesses(engine, dataset, questions, seed=seed, batch_size=batch_size, progress=True)
+    found, evidence, mode = guesses(engine, dataset, questions, seed=seed, batch_size=batch_size)
     about = f"{name} ({split}), {len(dataset.documents)} documents"
     calibration = fit(engine, found, evidence, mode, about)
     calibration.write(find(model, None))

@@ -155,7 +155,7 @@ class Checkpoints:
         self._accelerator.wait_for_everyone()
 
     def finish(self, progress: Progress) -> None:
-        """Records that the run is finished, and removes the tensors of its checkpoint, which nothing will start from."""
+        """Records that the run is finished, and removes the tensors of its checkpoint: nothing will start from them."""
         if self._accelerator.is_main_process:
             newest = checkpoints_in(self.folder)[-1]
             write_text(newest / _STATE, _state(progress._replace(finished=True)))

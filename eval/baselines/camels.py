@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from pydantic import Field
@@ -25,12 +25,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from eval.baselines import weights_cache
 from eval.baselines.finetuning import Passage, TokenWeighting, at_least_single, passages, weighted_loss
 from mac_rag.config import BaseLMConfig, Config
+from mac_rag.data.types import QADataset
 from mac_rag.errors import ConfigError
+from mac_rag.lm.base_lm import BaseLM
 from mac_rag.progress import progress_bar
-
-if TYPE_CHECKING:
-    from mac_rag.data.types import QADataset
-    from mac_rag.lm.base_lm import BaseLM
 
 Weights = dict[str, Tensor]
 _INNER_WIDTH = 128

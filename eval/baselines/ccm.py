@@ -12,7 +12,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from pydantic import Field
@@ -24,16 +24,13 @@ from eval.baselines import weights_cache
 from eval.baselines.finetuning import passages
 from eval.harness.systems import System
 from mac_rag.config import Config, EncoderConfig
+from mac_rag.data.types import Document, QADataset
 from mac_rag.errors import BankError, ConfigError
-from mac_rag.lm.base_lm import LORA_TARGETS
+from mac_rag.lm.base_lm import LORA_TARGETS, BaseLM
 from mac_rag.lm.batching import length_buckets, pad_rows
 from mac_rag.lm.loading import load_backbone, load_tokenizer
 from mac_rag.nn.modulation import Change, HookedModulation, linear_names
 from mac_rag.progress import progress_bar
-
-if TYPE_CHECKING:
-    from mac_rag.data.types import Document, QADataset
-    from mac_rag.lm.base_lm import BaseLM
 
 _BATCH_TOKENS = 8192
 _RANK = 8  # of the conditional low-rank update, as published

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from pydantic import Field
 
@@ -18,12 +17,10 @@ from eval.harness.scales import Scale, Setup
 from eval.harness.streams import open_stream
 from eval.harness.systems import MACSystem, System
 from mac_rag.config import BaseLMConfig, Config, EncoderConfig
+from mac_rag.data.types import QADataset
 from mac_rag.errors import ConfigError
 from mac_rag.lm.base_lm import BaseLM
 from mac_rag.model import MACModel
-
-if TYPE_CHECKING:
-    from mac_rag.data.types import QADataset
 
 # Examples in a few-shot prompt, and documents before a question for the retriever alone.
 _EXAMPLES, _K = 5, 5

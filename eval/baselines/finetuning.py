@@ -19,18 +19,17 @@ from torch.nn import functional
 
 from eval.harness.systems import System, generate
 from mac_rag.data.metrics import best_over, f1
+from mac_rag.data.types import Document, Question
 from mac_rag.errors import DocumentError
 from mac_rag.lm.base_lm import BaseLM
 from mac_rag.lm.lora_tuning import make_trainable
+from mac_rag.lm.prompt import PromptEncoder
 from mac_rag.lm.text_tokenizer import Span
 from mac_rag.progress import progress_bar
 from pipelines.corpora.salient_spans import rule_spans
 
 if TYPE_CHECKING:
     from spacy.language import Language
-
-    from mac_rag.data.types import Document, Question
-    from mac_rag.lm.prompt import PromptEncoder
 
 RULES = "rules for names, dates and numbers"
 

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from eval.harness.systems import System, generate
+from mac_rag.data.types import Document, Question
 from mac_rag.engine import MACEngine
 from mac_rag.errors import ConfigError
+from mac_rag.model import MACModel
 from mac_rag.retrieval import BM25Retriever
-
-if TYPE_CHECKING:
-    from mac_rag.data.types import Document, Question
-    from mac_rag.model import MACModel
 
 
 class FewShot(System):

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from filelock import FileLock
 from safetensors import SafetensorError
@@ -17,11 +16,9 @@ from safetensors.torch import save as serialize
 from torch import nn
 
 from mac_rag.atomic_files import sync_folder, write_file
+from mac_rag.config import Config
+from mac_rag.data.types import QADataset
 from mac_rag.errors import ModelLoadError
-
-if TYPE_CHECKING:
-    from mac_rag.config import Config
-    from mac_rag.data.types import QADataset
 
 
 def key(kind: str, lm: nn.Module, dataset: QADataset, config: Config, seed: int) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -24,6 +25,7 @@ def allocated_peak(run: Callable[[], _Result], device: torch.device) -> tuple[_R
         result = run()
         torch.cuda.synchronize(device)
         return result, torch.cuda.max_memory_allocated(device) - before
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # else the profiler announces each start and stop on standard error
     from torch.profiler import ProfilerActivity, profile
 
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:

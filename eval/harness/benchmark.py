@@ -196,7 +196,6 @@ def run_benchmark(experiment: str, load: Callable[[], Loaded], options: Mapping[
         kept=None if answers is None else KeptAnswers(answers, answer_source(loaded, dataset.documents)),
         batch_size=options["batch_size"],
         seed=options["seed"],
-        progress=True,
     )
     report(
         path,

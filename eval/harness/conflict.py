@@ -234,7 +234,6 @@ def measure(
     *,
     batch_size: int = 32,
     seed: int = 0,
-    progress: bool = False,
 ) -> list[tuple[Row, list[Verdict]]]:
     """Answers the questions of conflicts of one kind under every condition.
 
@@ -252,15 +251,14 @@ def measure(
     measured: list[tuple[Row, list[Verdict]]] = []
     without: dict[str, dict[str, list[float]]] = {}  # figures of each question, by the document in front of it
     for condition in _conditions(kind, recency):
-        if progress:
-            say(condition.name, err=True)
+        say(condition.name, err=True)
         asked = [_asked(case, condition) for case in cases]
         questions = [case.question for case in asked]
         if condition.dates == "shuffled":
             engine.adapt(shuffled)
         began = time.perf_counter()
         with engine.model.without_recency() if condition.dates == "unused" else nullcontext():
-            answers = _answers(engine, asked, condition, newest, batch_size, progress)
+            answers = _answers(engine, asked, condition, newest, batch_size)
         seconds = time.perf_counter() - began
         if condition.dates == "shuffled":
             engine.adapt(dataset.documents)
@@ -298,7 +296,6 @@ def _answers(
     condition: _Condition,
     newest: Collection[str],
     batch_size: int,
-    progress: bool,
 ) -> list[Answer]:
     """Answers the questions under a condition; those as of different moments are asked moment by moment."""
     moments = [_moment_before(case) if condition.memory == "before" else None for case in cases]
@@ -313,7 +310,7 @@ def _answers(
             as_of=moment,
             overflow="truncate",
             batch_size=batch_size,
-            progress=progress and len(some) == len(cases),
+            progress=len(some) == len(cases),
         )
         answers |= zip(some, found, strict=True)
     return [answers[number] for number in range(len(cases))]

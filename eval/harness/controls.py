@@ -63,15 +63,14 @@ class Controls:
         not_run: controls that this model or stream cannot have, each with the reason; complete after `all`.
     """
 
-    def __init__(self, engine: MACEngine, dataset: QADataset, *, batch_size: int = 32, progress: bool = False) -> None:
+    def __init__(self, engine: MACEngine, dataset: QADataset, *, batch_size: int = 32) -> None:
         self.engine = engine
         self.dataset = dataset
         self.batch_size = batch_size
-        self.progress = progress
         self.not_run: dict[str, str] = {}
         self._questions = [question.question for question in dataset.questions]
         self._texts = {document.id: document.text for document in dataset.documents}
-        self._ranked = RankedRows(engine, self._questions, progress=progress)
+        self._ranked = RankedRows(engine, self._questions)
 
     def all(self) -> Iterator[Control]:
         """All controls; the memory itself comes first."""
@@ -222,9 +221,8 @@ def _answers(controls: Controls, control: Control, kept: KeptAnswers) -> tuple[l
         if kept.find(prompt, None) is None:
             pending.setdefault(prompt, number)
     numbers = sorted(pending.values(), key=lambda number: len(prompts[number].question))
-    if controls.progress:
-        say(control.name, err=True)
-    with progress_bar("answer", len(numbers), disable=not controls.progress) as bar:
+    say(control.name, err=True)
+    with progress_bar("answer", len(numbers)) as bar:
         for first in range(0, len(numbers), controls.batch_size):
             batch = numbers[first : first + controls.batch_size]
             began = time.perf_counter()
@@ -281,13 +279,13 @@ class RankedRows:
         scores: `[B, K]`.
     """
 
-    def __init__(self, engine: MACEngine, questions: Sequence[str], *, progress: bool = False) -> None:
+    def __init__(self, engine: MACEngine, questions: Sequence[str]) -> None:
         self._engine = engine
         self._rows = [(entry.members[0].document_id, row) for entry in engine.bank for row in range(entry.rows)]
         self.owners = [document_id for document_id, _ in self._rows]
         phi = engine.bank.phi.to(engine.model.device, torch.float32)
         parts = []
-        with progress_bar("rank", len(questions), disable=not progress) as bar:
+        with progress_bar("rank", len(questions)) as bar:
             for first in range(0, len(questions), _QUESTIONS):
                 batch = questions[first : first + _QUESTIONS]
                 parts.append(_scores(engine.model, batch, phi).cpu())

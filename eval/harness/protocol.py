@@ -57,7 +57,6 @@ def run_protocol(
     kept: KeptAnswers | None = None,
     batch_size: int = 32,
     seed: int = 0,
-    progress: bool = False,
 ) -> Outcome:
     """Adapts an engine to a stream and asks its questions with and without memory and retrieved documents.
 
@@ -81,8 +80,8 @@ def run_protocol(
     Raises:
         DocumentError: for a document or question that the model cannot take.
     """
-    adaptation = adapt(engine, dataset.documents, progress=progress)
-    table = _Table(engine, dataset, kept or KeptAnswers(), batch_size, seed, progress)
+    adaptation = adapt(engine, dataset.documents)
+    table = _Table(engine, dataset, kept or KeptAnswers(), batch_size, seed)
     dated = any(question.as_of is not None for question in dataset.questions)
     if dated and engine.model.knows_times:
         table.ask("LM alone", {"MAC": engine.memory_weight}, times_used=False)
@@ -121,15 +120,12 @@ class _Query:
 class _Table:
     """The rows so far, and the verdicts on the answers of each."""
 
-    def __init__(
-        self, engine: MACEngine, dataset: QADataset, kept: KeptAnswers, batch_size: int, seed: int, progress: bool
-    ) -> None:
+    def __init__(self, engine: MACEngine, dataset: QADataset, kept: KeptAnswers, batch_size: int, seed: int) -> None:
         self.engine = engine
         self.dataset = dataset
         self.kept = kept
         self.batch_size = batch_size
         self.seed = seed
-        self.progress = progress
         self.rows: list[Row] = []
         self.verdicts: dict[str, list[Verdict]] = {}
         self._fitted: dict[Prompt, FittedPrompt] = {}
@@ -162,8 +158,7 @@ class _Table:
         weights = {name: configured if weight is None else weight for name, weight in with_memory.items()}
         suffix = (", dated" if dated else "") + ("" if times_used else _TIMES_UNUSED)
         baseline = without if retriever is None else f"{without}{suffix}"
-        if self.progress:
-            say(", ".join([baseline, *(f"{name}{suffix}" for name in weights)]), err=True)
+        say(", ".join([baseline, *(f"{name}{suffix}" for name in weights)]), err=True)
         with nullcontext() if times_used else self.engine.model.without_times():
             self._answer([query.prompt for query in queries], [None, *weights.values()])
         if baseline not in self.verdicts:
@@ -230,7 +225,7 @@ class _Table:
             for together in [lacking] if prompt.contexts else [(weight,) for weight in lacking]:
                 missing.setdefault(together, []).append(prompt)
         missing.pop((), None)
-        with progress_bar("answer", sum(map(len, missing.values())), disable=not self.progress) as bar:
+        with progress_bar("answer", sum(map(len, missing.values()))) as bar:
             for together, pending in missing.items():
                 # Batches of similar length.
                 pending.sort(key=lambda prompt: len(prompt.question) + sum(map(len, prompt.contexts)))
@@ -295,14 +290,14 @@ def _by_moment(moments: Sequence[str | None]) -> dict[str | None, list[int]]:
     return places
 
 
-def adapt(engine: MACEngine, documents: Sequence[Document], *, progress: bool = False) -> Adaptation:
+def adapt(engine: MACEngine, documents: Sequence[Document]) -> Adaptation:
     """Adapts an engine to documents, in chunks if one exceeds the model's limit, and times it.
 
     Raises:
         DocumentError: for an empty document.
     """
     began = time.perf_counter()
-    report = engine.adapt(documents, on_long="chunk", progress=progress)
+    report = engine.adapt(documents, on_long="chunk", progress=True)
     seconds = time.perf_counter() - began
     chunked = sum(entry.rows > 1 for entry in engine.bank)
     return Adaptation(documents=len(documents), rows=report.rows, chunked=chunked, seconds=seconds)

@@ -5,19 +5,16 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
 
 from torch import nn
 
 from eval.harness.protocol import judge, summarize
+from eval.harness.results import Row, Verdict
+from mac_rag.data.types import Document, Question
 from mac_rag.engine import Answer, MACEngine
+from mac_rag.lm.base_lm import BaseLM
+from mac_rag.model import MACModel
 from mac_rag.progress import progress_bar
-
-if TYPE_CHECKING:
-    from eval.harness.results import Row, Verdict
-    from mac_rag.data.types import Document, Question
-    from mac_rag.lm.base_lm import BaseLM
-    from mac_rag.model import MACModel
 
 
 class System(ABC):

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 from filelock import FileLock
@@ -22,6 +22,7 @@ from filelock import FileLock
 from eval.harness.command import report
 from eval.harness.paper_plan import tuned_lm
 from eval.harness.protocol import judge, samples, summarize
+from eval.harness.results import Row, Verdict
 from eval.harness.scales import Scale, Setup
 from eval.harness.streams import named_data, open_stream, write_once
 from mac_rag.atomic_files import write_folder
@@ -40,9 +41,6 @@ from pipelines.recipe import keep_recipe, load_recipe
 from pipelines.tasks.train import TrainTask
 from pipelines.tasks.train_config import TrainConfig
 from pipelines.trainer import Trainer
-
-if TYPE_CHECKING:
-    from eval.harness.results import Row, Verdict
 
 Part = Literal["amortization", "aggregation", "modulation"]
 STEPS = 250  # about a minute on one core

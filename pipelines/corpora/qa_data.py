@@ -318,7 +318,7 @@ def mentions(text: str, answers: Sequence[str]) -> bool:
 
 
 def retrieved(config: ContextConfig, data: QADataset) -> Retrieved | None:
-    """The best documents for each question, one more than `k`, in case its own is left out; None without a retriever."""
+    """The best documents for each question, one more than `k` in case its own is left out; None without a retriever."""
     if config.retriever == "none":
         return None
     return Retrieved(config.retriever, data, max(max(config.k) + 1, _DEPTH))

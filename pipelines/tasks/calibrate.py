@@ -40,7 +40,7 @@ class Guess:
 
 
 def guesses(
-    engine: MACEngine, dataset: QADataset, count: int, *, seed: int, batch_size: int, progress: bool
+    engine: MACEngine, dataset: QADataset, count: int, *, seed: int, batch_size: int
 ) -> tuple[list[Guess], Tensor, Mode]:
     """Adapts an engine to a stream, asks it questions, and takes the answers to every second one away.
 
@@ -53,7 +53,7 @@ def guesses(
     Returns:
         The answers, their evidence `[N, len(EVIDENCE)]`, and the way of answering.
     """
-    engine.adapt(dataset.documents, progress=progress)
+    engine.adapt(dataset.documents, progress=True)
     asked = [question for question in dataset.questions if question.answers and question.document_id is not None]
     random.Random(seed).shuffle(asked)
     asked = asked[:count]
@@ -66,7 +66,7 @@ def guesses(
     evidence = []
     model = engine.model
     mode: Mode = "memory" if engine.retriever is None else "documents"
-    with progress_bar("answer", len(asked), disable=not progress) as bar:
+    with progress_bar("answer", len(asked)) as bar:
         for questions, allowed in calls:
             prompts = []
             for question in questions:
