@@ -26,31 +26,6 @@ OutputOption = Annotated[Path, typer.Option("--output", help="Folder of the run.
 SetOption = Annotated[
     list[str] | None, typer.Option("--set", help="Overrides one value of the recipe, e.g. --set trainer.steps=100.")
 ]
-RetrieverOption = Annotated[
-    str | None,
-    typer.Option(
-        "--retriever",
-        help="Retriever of the documents in front of the questions: none, bm25, minilm, hybrid, contriever, dpr, "
-        "sentence-transformers:MODEL, module:attr. Short for --set context.retriever=...",
-        show_default="the recipe's",
-    ),
-]
-KOption = Annotated[
-    str | None,
-    typer.Option(
-        "--k",
-        help="Number of retrieved documents. From several, such as 1,3,5, one is drawn for each question. Short for "
-        "--set context.k=[...]",
-        show_default="the recipe's",
-    ),
-]
-
-
-def with_context(overrides: list[str] | None, retriever: str | None, k: str | None) -> list[str]:
-    """The overrides of `--set`, followed by those that `--retriever` and `--k` stand for."""
-    retrievers = [] if retriever is None else [f"context.retriever={json.dumps(retriever)}"]
-    numbers = [] if k is None else [f"context.k=[{k}]"]
-    return [*(overrides or ()), *retrievers, *numbers]
 
 
 class Recipe(NamedTuple):

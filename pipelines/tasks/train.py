@@ -147,7 +147,7 @@ class TrainTask(Task):
         return [[places[name] for name in question.further_ids if name in places] for question in questions]
 
     def _abstains(self, question: Question, mined: Sequence[Document], *, from_memory: bool) -> bool:
-        """True if the prompt has an abstention, and neither memory nor a document before the question has the answer."""
+        """True if the prompt has an abstention, and neither memory nor a document before the question answers it."""
         if self.model.config.prompt.abstention is None or from_memory:
             return False
         return question.document_id not in {document.id for document in mined}
