@@ -22,8 +22,7 @@ def main(
     model: Annotated[str, typer.Option(help="A MAC model: a name or a folder.")] = "mac-tiny",
     data: DataOption = None,
     documents: Annotated[
-        int,
-        typer.Option(min=1, help="Number of documents; those of the stream come in versions until it is reached."),
+        int, typer.Option(min=1, help="Number of documents; those of the stream come in versions until it is reached.")
     ] = 20_000,
     actors: Annotated[list[int] | None, typer.Option(min=1, help="Numbers of actors.", show_default="1, 2, 4")] = None,
     seed: SeedOption = 0,

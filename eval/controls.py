@@ -7,13 +7,7 @@ from typing import Annotated
 
 import typer
 
-from eval.harness.benchmark import (
-    AnswersOption,
-    BenchmarkModel,
-    QuestionsOption,
-    SplitOption,
-    model_for,
-)
+from eval.harness.benchmark import AnswersOption, BenchmarkModel, QuestionsOption, SplitOption, model_for
 from eval.harness.command import BatchOption, DeviceOption, OutputOption, SeedOption, report
 from eval.harness.streams import DataOption, open_stream
 from mac_rag.cli.run import run_command

@@ -31,7 +31,7 @@ def main(
     data: Annotated[
         Path | None,
         typer.Option(
-            help="At the paper's scale, a folder with folders streamingqa, squad and archivalqa, or some of them.",
+            help="At the paper's scale, a folder with folders streamingqa, squad and archivalqa, or some of them."
         ),
     ] = None,
     seed: Annotated[int, typer.Option(help="Random seed of every experiment.")] = 0,

@@ -19,8 +19,7 @@ _SHOWN = 5  # examples to print of each kind
 
 def main(
     recipes: Annotated[
-        list[str],
-        typer.Argument(help="Files or names of recipes, or of pipelines for all of their stages."),
+        list[str], typer.Argument(help="Files or names of recipes, or of pipelines for all of their stages.")
     ],
     split: Annotated[str, typer.Option(help="The held-out split of the data set that the recipes train on.")] = "test",
     set_: SetOption = None,

@@ -21,12 +21,7 @@ import torch
 import torch.distributed.nn  # imported later, as by DDP, its functions' defaults would hold the process group
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
-from accelerate.utils import (
-    DistributedDataParallelKwargs,
-    InitProcessGroupKwargs,
-    ProjectConfiguration,
-    gather_object,
-)
+from accelerate.utils import DistributedDataParallelKwargs, InitProcessGroupKwargs, ProjectConfiguration, gather_object
 from torch import Tensor
 
 from mac_rag.atomic_files import write_folder, write_text

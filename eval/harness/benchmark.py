@@ -29,8 +29,7 @@ if TYPE_CHECKING:
     from mac_rag.retrieval.base import Retriever
 
 BenchmarkModel = Annotated[
-    str | None,
-    typer.Option(help=MODEL_HELP, show_default=f"mac-tiny on newswire, {DEFAULT_MODEL} on --data"),
+    str | None, typer.Option(help=MODEL_HELP, show_default=f"mac-tiny on newswire, {DEFAULT_MODEL} on --data")
 ]
 RetrieverOption = Annotated[
     str,
@@ -101,8 +100,7 @@ def benchmark_command(
         data: Annotated[
             Path | None,
             typer.Option(
-                help="Folder of the data set's files.",
-                show_default="the embedded newswire sample, if it can stand in",
+                help="Folder of the data set's files.", show_default="the embedded newswire sample, if it can stand in"
             ),
         ] = None,
         split: SplitOption = "test",

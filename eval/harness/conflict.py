@@ -228,12 +228,7 @@ def _conditions(kind: str, recency: bool) -> Iterator[_Condition]:
 
 
 def measure(
-    engine: MACEngine,
-    cases: Sequence[Conflict],
-    dataset: QADataset,
-    *,
-    batch_size: int = 32,
-    seed: int = 0,
+    engine: MACEngine, cases: Sequence[Conflict], dataset: QADataset, *, batch_size: int = 32, seed: int = 0
 ) -> list[tuple[Row, list[Verdict]]]:
     """Answers the questions of conflicts of one kind under every condition.
 
@@ -291,11 +286,7 @@ def measure(
 
 
 def _answers(
-    engine: MACEngine,
-    cases: Sequence[Conflict],
-    condition: _Condition,
-    newest: Collection[str],
-    batch_size: int,
+    engine: MACEngine, cases: Sequence[Conflict], condition: _Condition, newest: Collection[str], batch_size: int
 ) -> list[Answer]:
     """Answers the questions under a condition; those as of different moments are asked moment by moment."""
     moments = [_moment_before(case) if condition.memory == "before" else None for case in cases]

@@ -25,10 +25,7 @@ DataOption = Annotated[
 ]
 ModelByScale = Annotated[
     str | None,
-    typer.Option(
-        help=MODEL_HELP,
-        show_default="mac-tiny; at the paper's scale, what its recipe leaves under runs/",
-    ),
+    typer.Option(help=MODEL_HELP, show_default="mac-tiny; at the paper's scale, what its recipe leaves under runs/"),
 ]
 TrainedModel = Annotated[
     str | None,

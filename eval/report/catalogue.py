@@ -120,13 +120,7 @@ CATALOGUE = (
         "The memory can modulate the LM by P-tuning v2 prefixes, by LoRA, or by FiLM.",
         _SCORED,
     ),
-    Experiment(
-        "ood",
-        "Out of distribution",
-        "Table 5",
-        "Trained on one data set, adapted to another.",
-        _SCORED,
-    ),
+    Experiment("ood", "Out of distribution", "Table 5", "Trained on one data set, adapted to another.", _SCORED),
     Experiment(
         "perplexity",
         "Language modelling",
@@ -142,11 +136,7 @@ CATALOGUE = (
         _SCORED,
     ),
     Experiment(
-        "quantization",
-        "Quantised training",
-        "Table 8",
-        "What does training on a 4-bit base model cost?",
-        _SCORED,
+        "quantization", "Quantised training", "Table 8", "What does training on a 4-bit base model cost?", _SCORED
     ),
     Experiment(
         "bank_size",

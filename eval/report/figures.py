@@ -35,15 +35,7 @@ NAMES = {
     "largest_distractor_mass": "attention to the strongest distractor",
     "gold_first": "gold document first",
 }
-UNITS = {
-    "mb": "MB",
-    "gb": "GB",
-    "seconds": "s",
-    "minutes": "min",
-    "percent": "%",
-    "ms": "ms",
-    "bytes": "bytes",
-}
+UNITS = {"mb": "MB", "gb": "GB", "seconds": "s", "minutes": "min", "percent": "%", "ms": "ms", "bytes": "bytes"}
 
 
 def figure(row: Row, name: str) -> float | None:

@@ -317,11 +317,7 @@ def _batches(encoder: TextEncoder, ids: list[list[int]]) -> Iterator[tuple[Tenso
 
 
 def fitted(
-    parameters: Sequence[Tensor],
-    batch_loss: Callable[[torch.Generator], Tensor],
-    *,
-    steps: int,
-    learning_rate: float,
+    parameters: Sequence[Tensor], batch_loss: Callable[[torch.Generator], Tensor], *, steps: int, learning_rate: float
 ) -> float:
     """Fits parameters in place by steps of Adam on the loss of a drawn batch; the learning rate falls to 0 linearly.
 

@@ -182,10 +182,7 @@ def _pooling(network: EncoderPooling, states: Tensor, skipped: int) -> Tensor:
 
 
 def _fit_salience(
-    network: EncoderPooling,
-    rows: Sequence[Sequence[int]],
-    rows_read: Sequence[Sequence[int]],
-    states: Sequence[Tensor],
+    network: EncoderPooling, rows: Sequence[Sequence[int]], rows_read: Sequence[Sequence[int]], states: Sequence[Tensor]
 ) -> None:
     """Salience starts as how rare a word is among the documents: the log of the share of them that it stands in."""
     holding = Counter(token for row in rows for token in set(row))
@@ -242,11 +239,7 @@ def _least_used(phi: Tensor, count: int) -> Tensor:
 
 
 def _fit_prefix(
-    model: MACModel,
-    prefix: PrefixTuning,
-    phi: Tensor,
-    rows: Sequence[Sequence[int]],
-    states: Sequence[Tensor],
+    model: MACModel, prefix: PrefixTuning, phi: Tensor, rows: Sequence[Sequence[int]], states: Sequence[Tensor]
 ) -> None:
     """Fits the prefix of memory tokens to the keys and values that the LM keeps of the text, pooled alike."""
     network, base_lm, sink = model.amortization.network, model.base_lm, prefix.sink

@@ -100,11 +100,7 @@ class ReadingSequences:
     """
 
     def __init__(
-        self,
-        documents: Sequence[Document],
-        questions: dict[str, list[Question]],
-        encoder: PromptEncoder,
-        length: int,
+        self, documents: Sequence[Document], questions: dict[str, list[Question]], encoder: PromptEncoder, length: int
     ) -> None:
         self._documents = documents
         self._questions = questions
