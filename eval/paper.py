@@ -68,8 +68,7 @@ def main(
     for record in failed:
         say(f"failed: {record.name}: {record.reason}; see {output / record.name}.log", err=True)
     try:
-        for file in write_report([output], output / "report.html"):
-            say(f"Report: {file}")
+        write_report([output], output / "report.html")
     except DataError as error:
         say(f"No report: {error}", lines=True, err=True)
     if failed:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -80,7 +80,14 @@ def named_data(data: str) -> tuple[str, Path]:
 
 
 def open_stream(
-    data: str | None, split: str, documents: int | None, questions: int | None = None, *, seed: int, scale: Scale
+    data: str | None,
+    split: str,
+    documents: int | None,
+    questions: int | None = None,
+    *,
+    seed: int,
+    scale: Scale,
+    columns: Mapping[str, str] | None = None,
 ) -> tuple[QADataset, str]:
     """Opens the first documents of a stream with their questions; returns it with its folder, or "generated".
 
@@ -91,6 +98,7 @@ def open_stream(
             newswire.
         questions: at most this many of their questions, drawn by the seed; None for all.
         scale: the paper's scale needs `data`.
+        columns: for data of the user's own, field -> column, if a column has another name than the field.
 
     Raises:
         ConfigError: if `data` names no data set, or is None at the paper's scale.
@@ -102,7 +110,7 @@ def open_stream(
 
     if data is not None:
         name, path = named_data(data)
-        dataset, source = load_dataset(name, split, path, documents=documents), str(path)
+        dataset, source = load_dataset(name, split, path, documents=documents, columns=columns), str(path)
         for note in dataset.notes:
             say(note, err=True)
     elif scale == "paper":

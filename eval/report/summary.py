@@ -1,4 +1,4 @@
-"""The content of both forms of the report: each experiment with its results, or the reason why it has none."""
+"""The content of the report: each experiment with its results, or the reason why it has none."""
 
 from __future__ import annotations
 
