@@ -23,7 +23,7 @@ def main(
         str | None,
         typer.Argument(
             help="A preset, such as smollm2-360m, or a recipe of pipelines.train with a model.",
-            show_default="the names of the presets",
+            show_default="a table of all presets, in Markdown",
         ),
     ] = None,
     documents: Annotated[int, typer.Option(min=1, help="Documents in the bank, each of one chunk.")] = 10_000,
@@ -31,9 +31,6 @@ def main(
     context: Annotated[
         int, typer.Option(min=1, help="Tokens of documents, question and answer in front of the LM.")
     ] = 2048,
-    table: Annotated[
-        bool, typer.Option("--table", help="Print the table of all presets in docs/guides/presets.md, and no plan.")
-    ] = False,
     set_: SetOption = None,
 ) -> None:
     """Print bytes and FLOPs of a training step, of adapting to a document, and of a question, part by part.
@@ -41,16 +38,12 @@ def main(
     Bytes of weights, gradients and the optimizer are exact; activations and FLOPs are estimates (see
     docs/guides/presets.md). No weights are loaded.
     """
-    from mac_rag.errors import ConfigError
-    from mac_rag.model.presets import PRESETS
     from pipelines.sizes import document_bytes, empty_model, sizes_of
 
-    if table:
+    if name is None:
         for line in preset_table():
             say(line)
         return
-    if name is None:
-        raise ConfigError(f"give a preset or a recipe; the presets are {', '.join(PRESETS)}")
     recipe = recipe_of(name, set_ or ())
     parts = sizes_of(recipe, documents, questions, context)
     assert recipe.model is not None  # else there are no sizes

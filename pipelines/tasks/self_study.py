@@ -11,7 +11,6 @@ import hashlib
 import json
 import random
 import shutil
-import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -243,29 +242,21 @@ def _all_rows(documents: Sequence[Document], config: SelfStudyConfig, folder: Pa
     """The rows of all groups, those of an earlier run included; first shows the costs."""
     asked = list(_plan(documents, config, writer))
     groups = [asked[first : first + _GROUP] for first in range(0, len(asked), _GROUP)]
-    costs = [sum(writer.tokens(each.passage, each.candidate.kind) for each in group) for group in groups]
+    cost = sum(writer.tokens(each.passage, each.candidate.kind) for each in asked)
     say(
         f"{len(documents):,} documents: {len(asked):,} questions to write, and at most as many to answer; that makes "
-        f"up to {2 * len(asked):,} prompts and {sum(costs):,} tokens",
+        f"up to {2 * len(asked):,} prompts and {cost:,} tokens",
         err=True,
     )
     make_folder(folder)
     rows: list[Row] = []
-    told = False
     with progress_bar("self-study", len(asked)) as bar:
         for number, group in enumerate(groups):
             path = folder / f"{number:06}.json"
             known = _read_group(path, group)
             if known is None:
-                began = time.perf_counter()
                 known = _written(group, config, writer)
                 write_text(path, sealed({"rows": known}).decode())
-                seconds = (time.perf_counter() - began) * sum(costs[number + 1 :]) / costs[number]
-                if not told and number + 1 < len(groups):
-                    bar.write(
-                        f"about {seconds / 60:,.0f} minutes are left" if seconds > 90 else "about a minute is left"
-                    )
-                told = True
             rows += known
             bar.advance(len(group))
             bar.note(f"{sum(row['dropped'] is None for row in rows):,} kept")

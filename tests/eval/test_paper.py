@@ -18,7 +18,7 @@ from tests.helpers import DEEP, DIGITS
 
 
 def on(checkpoint: Path) -> Step:
-    arguments = ("--model", str(checkpoint), "--sizes", "3", "--questions", "3", "--prior", "off")
+    arguments = ("--model", str(checkpoint), "--sizes", "3", "--questions", "3")
     return Step("bank_size", "bank_size", arguments)
 
 
