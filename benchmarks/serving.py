@@ -120,11 +120,7 @@ class Served:
         self._process.wait(120)
 
     def wait_until_ready(self) -> None:
-        """Waits until it takes requests.
-
-        Raises:
-            BadParameter: if its process has ended by itself.
-        """
+        """Waits until it takes requests."""
         import httpx
 
         while True:

@@ -79,11 +79,7 @@ def main(
 
 
 def shared_samples(ours: Sequence[Sample], theirs: Sequence[Sample], a: Path, b: Path) -> list[Pair]:
-    """Pairs the verdicts of A and of B on each question that both asked, in the order of A.
-
-    Raises:
-        DataError: if they have no question in common, or one id stands for different questions.
-    """
+    """Pairs the verdicts of A and of B on each question that both asked, in the order of A."""
     from mac_rag.errors import DataError
 
     by_id = {sample.id: sample for sample in theirs}
@@ -106,11 +102,7 @@ def shared_samples(ours: Sequence[Sample], theirs: Sequence[Sample], a: Path, b:
 def _chosen_rows(
     pairs: Sequence[Pair], rows: Sequence[str], against: str | None, a: Path, b: Path
 ) -> list[tuple[str, str]]:
-    """Selects the rows of A to compare, each with its row of B.
-
-    Raises:
-        ConfigError: for a row that a result does not have; the message names the rows that it has.
-    """
+    """Selects the rows of A to compare, each with its row of B."""
     from mac_rag.errors import ConfigError
 
     names, others = ([name for name in pairs[0][side] if all(name in pair[side] for pair in pairs)] for side in (0, 1))

@@ -119,11 +119,7 @@ def memory_rows(model: MACModel, stream: QADataset, counts: list[int], seed: int
 
 
 def first_batch(model: MACModel, stream: QADataset, count: int) -> Batch:
-    """A batch of a stream's first documents, cut to the model's limit, with one question on each.
-
-    Raises:
-        ConfigError: if the stream has too few documents with questions.
-    """
+    """A batch of a stream's first documents, cut to the model's limit, with one question on each."""
     from mac_rag.errors import ConfigError
     from pipelines.objective import Batch
 

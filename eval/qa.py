@@ -65,11 +65,7 @@ def main(
 
 
 def named_columns(text: str | None) -> dict[str, str]:
-    """Parses the value of --columns: field -> column.
-
-    Raises:
-        ConfigError: for anything but FIELD=COLUMN, separated by commas, or a field that comes twice.
-    """
+    """Parses the value of --columns: field -> column."""
     from mac_rag.errors import ConfigError
 
     pairs = [] if text is None else [pair.partition("=") for pair in text.split(",")]

@@ -71,11 +71,7 @@ def checkpoints_in(folder: Path) -> list[Path]:
 
 
 def progress_of(checkpoint: Path) -> Progress:
-    """Reads the progress of a run from its checkpoint.
-
-    Raises:
-        DataError: if it is damaged; names its file.
-    """
+    """Reads the progress of a run from its checkpoint."""
     path = checkpoint / _STATE
     try:
         state = read_json(path, _LARGEST_STATE)
@@ -92,11 +88,7 @@ def progress_of(checkpoint: Path) -> Progress:
 
 
 def logged_until(log: Path, step: int) -> str:
-    """The lines of a log until a step; a last line that a crash has cut is left out.
-
-    Raises:
-        DataError: if it is damaged; names its file and the line.
-    """
+    """The lines of a log until a step; a last line that a crash has cut is left out."""
     lines = []
     try:
         with open_file(log, follow=True) as file:
@@ -291,11 +283,7 @@ class _Files:
 
 @contextmanager
 def _opened(checkpoint: Path, kind: str) -> Any:
-    """Opens the files of one kind.
-
-    Raises:
-        DataError: for a damaged or missing file.
-    """
+    """Opens the files of one kind."""
     whole = checkpoint / f"{kind}.safetensors"
     paths = [whole] if whole.exists() else sorted(checkpoint.glob(f"{kind}-*-of-*.safetensors"))
     try:

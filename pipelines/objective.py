@@ -232,9 +232,6 @@ def amortize_with_dropout(model: MACModel, rows: Sequence[Sequence[int]], dropou
     """Memory tokens of K documents, of which a random subset carries gradients, scaled to be unbiased.
 
     The subset has `max(1, round((1 - p) K))` documents, drawn from torch's default generator.
-
-    Raises:
-        ConfigError: for p outside [0, 1).
     """
     if not 0 <= dropout < 1:
         raise ConfigError(f"back-propagation dropout must lie in [0, 1), got {dropout}")

@@ -132,11 +132,7 @@ def read_mapping(path: Path) -> dict[str, Any]:
 
 
 def override_value(values: dict[str, Any], override: str) -> None:
-    """Sets one value: `override` is `name.of.value=YAML`.
-
-    Raises:
-        ConfigError: for an ill-formed override, or a name whose parent holds no values.
-    """
+    """Sets one value: `override` is `name.of.value=YAML`."""
     dotted, equals, text = override.partition("=")
     if not equals:
         raise ConfigError(f"--set takes name=value, got {override!r}")

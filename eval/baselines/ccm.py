@@ -61,9 +61,6 @@ class Compressor(nn.Module):
 
     Args:
         tokens: number C of learned vectors.
-
-    Raises:
-        ConfigError: if the LM's attention has no linear layers of known names.
     """
 
     def __init__(self, base_lm: BaseLM, *, tokens: int) -> None:

@@ -151,9 +151,6 @@ class SystemFactory:
             method: one of `METHODS`.
             learning_rate: learning rate of fine-tuning; None searches it on the validation stream, once per method.
             trained: False leaves the networks of CaMeLS and CCM untrained, if only the cost of running them matters.
-
-        Raises:
-            ConfigError: for an unknown method, or a method that does not work with this model.
         """
         if method in FINE_TUNING:
             return self._fine_tuning(method, learning_rate, trained)

@@ -50,11 +50,7 @@ class Passage:
 
 
 def passages(prompts: PromptEncoder, text: str, window: int, device: torch.device | str = "cpu") -> Iterator[Passage]:
-    """Yields a document as passages of at most `window` tokens.
-
-    Raises:
-        DocumentError: for an empty document.
-    """
+    """Yields a document as passages of at most `window` tokens."""
     if not text.strip():
         raise DocumentError(f"a document must not be empty, got {text!r:.80}")
     written = prompts.written_document(text)

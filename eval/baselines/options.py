@@ -26,11 +26,7 @@ RateOption = Annotated[
 
 
 def chosen_methods(text: str, among: tuple[str, ...] = METHODS) -> list[str]:
-    """Parses the value of --methods: the distinct methods, in their order.
-
-    Raises:
-        ConfigError: for a method that is not `among` those of the command, or no method.
-    """
+    """Parses the value of --methods: the distinct methods, in their order."""
     from mac_rag.errors import ConfigError
 
     names = list(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))

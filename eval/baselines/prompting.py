@@ -58,11 +58,7 @@ class RetrieverOnly(System):
 
 
 def drawn_examples(questions: Sequence[Question], count: int, seed: int) -> list[Question]:
-    """Draws `count` examples for `FewShot` from training questions.
-
-    Raises:
-        ConfigError: if there are fewer questions.
-    """
+    """Draws `count` examples for `FewShot` from training questions."""
     if count > len(questions):
         raise ConfigError(f"{count} examples are wanted, but the training set has {len(questions)} questions")
     return random.Random(seed).sample(list(questions), count)

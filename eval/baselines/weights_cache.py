@@ -34,11 +34,7 @@ def key(kind: str, lm: nn.Module, dataset: QADataset, config: Config, seed: int)
 
 
 def load(network: nn.Module, folder: Path | None, name: str) -> bool:
-    """Loads the weights of a network from a folder; returns False if the folder does not hold it.
-
-    Raises:
-        ModelLoadError: if the file is damaged.
-    """
+    """Loads the weights of a network from a folder; returns False if the folder does not hold it."""
     if folder is None or not (path := folder / f"{name}.safetensors").exists():
         return False
     try:

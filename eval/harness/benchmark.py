@@ -203,11 +203,7 @@ def run_benchmark(
 
 
 def _memory_weights(text: str | None) -> list[float]:
-    """Parses the distinct numbers of --memory-weight, in their order; none without the option.
-
-    Raises:
-        ConfigError: for anything but numbers above 0 and at most 1.
-    """
+    """Parses the distinct numbers of --memory-weight, in their order; none without the option."""
     from mac_rag.errors import ConfigError
 
     try:

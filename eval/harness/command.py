@@ -34,11 +34,7 @@ DeviceOption = Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1, ...",
 
 
 def generated(split: str, documents: int, seed: int) -> QADataset:
-    """Generates a stream of newswire with one question for each document.
-
-    Raises:
-        ConfigError: for a split that newswire has not.
-    """
+    """Generates a stream of newswire with one question for each document."""
     from mac_rag.data import SPLITS
     from mac_rag.data.newswire.generate import generate
     from mac_rag.errors import ConfigError
@@ -51,11 +47,7 @@ def generated(split: str, documents: int, seed: int) -> QADataset:
 
 
 def whole_numbers(option: str, text: str) -> list[int]:
-    """Parses the value of an option that takes several whole numbers: the distinct ones, ascending.
-
-    Raises:
-        ConfigError: for anything but whole numbers of at least 1; names the option.
-    """
+    """Parses the value of an option that takes several whole numbers: the distinct ones, ascending."""
     from mac_rag.errors import ConfigError
 
     try:

@@ -159,9 +159,6 @@ def conflicts(dataset: QADataset, questions: int | None, seed: int) -> list[list
 
     Returns:
         One list for each kind, none of them empty.
-
-    Raises:
-        DataError: if the data set has no conflict at all.
     """
     groups = [outdated(dataset) if dataset.name == "newswire" else [], counterfactual(dataset, seed)]
     if not any(groups):

@@ -57,11 +57,7 @@ class TrainedModel:
 
     @classmethod
     def of(cls, path: str) -> TrainedModel:
-        """The model of a path.
-
-        Raises:
-            ConfigError: for a path of another form.
-        """
+        """The model of a path."""
         match = _PATH.fullmatch(path)
         if match is None:
             raise ConfigError(f"{path!r} is no model of the paper's recipes (runs/PRESET/train/best)")
@@ -225,9 +221,6 @@ def steps(scale: Scale, data: Path | None, seed: int) -> list[Step]:
 
     Args:
         data: a folder with a folder for each data set, or for some of them; for the paper's scale alone.
-
-    Raises:
-        ConfigError: if the folder has none of the data sets, or is given at the tiny scale.
     """
     if scale == "tiny":
         if data is not None:
@@ -310,11 +303,7 @@ def write_records(folder: Path, records: Sequence[StepRecord]) -> None:
 
 
 def read_records(folder: Path) -> list[StepRecord]:
-    """Reads the records of a folder of results; none if `eval.paper` has not run there.
-
-    Raises:
-        DataError: if their file is damaged.
-    """
+    """Reads the records of a folder of results; none if `eval.paper` has not run there."""
     path = folder / RECORDS
     if not path.exists():
         return []

@@ -275,11 +275,7 @@ class Result(Config):
 
     @classmethod
     def read(cls, path: Path) -> Self:
-        """Reads a result file.
-
-        Raises:
-            DataError: if it cannot be read, is no result, or has another schema version.
-        """
+        """Reads a result file."""
         try:
             values = read_json(path, _LARGEST, follow=True)
         except OSError as error:
@@ -300,11 +296,7 @@ class Result(Config):
             raise DataError(str(error)) from None
 
     def read_samples(self, path: Path) -> tuple[Sample, ...]:
-        """Reads the samples of this result, which was read from `path`; none if no questions were asked.
-
-        Raises:
-            DataError: if their file is missing, or is not the file that was written with the result.
-        """
+        """Reads the samples of this result, which was read from `path`; none if no questions were asked."""
         if self.samples is None:
             return ()
         file = path.with_name(Path(self.samples.name).name)

@@ -55,9 +55,6 @@ def named_data(data: str) -> tuple[str, Path]:
     """Parses `--data` into name and path: `streamingqa:/corpora/sqa`, or `data/streamingqa` for short.
 
     A file or folder of another name is the user's own data, `own:PATH`, and so is `hub:OWNER/NAME`.
-
-    Raises:
-        ConfigError: if it names no data set.
     """
     from mac_rag.data import SPLITS
     from mac_rag.data.readers import HUB

@@ -76,11 +76,7 @@ class Collection:
 
 
 def collect(folders: Sequence[Path]) -> Collection:
-    """Reads all results in some folders; of results of the same kind, the newest counts.
-
-    Raises:
-        DataError: for a path that is no folder, or if no folder holds a result.
-    """
+    """Reads all results in some folders; of results of the same kind, the newest counts."""
     newest: dict[tuple[str | None, ...], ResultFile] = {}
     refused: dict[Path, str] = {}
     records: list[StepRecord] = []

@@ -130,11 +130,7 @@ def _usable(data: QADataset) -> QADataset:
 
 
 def joined(parts: Sequence[QADataset]) -> QADataset:
-    """Joins several splits of a data set.
-
-    Raises:
-        DataError: for a document that is in two of them; names it.
-    """
+    """Joins several splits of a data set."""
     if len(parts) == 1:
         return parts[0]
     documents = [document for part in parts for document in part.documents]

@@ -46,9 +46,6 @@ class Writer(ABC):
     Args:
         texts: counts the tokens of texts, and cuts them.
         window: tokens that the LM reads and writes at once.
-
-    Raises:
-        ConfigError: for a window that has no room for a passage after the examples.
     """
 
     def __init__(self, texts: TextTokenizer, window: int) -> None:
@@ -158,11 +155,7 @@ class LlamaIndexWriter(Writer):
         super().__init__(text_tokenizer(load_tokenizer(str(SHIPPED / "mac-small" / "base_lm"))), window)
 
     def write(self, conversations: Sequence[Conversation], most: Sequence[int]) -> list[str]:
-        """As `Writer.write`; decoding and its limits are settings of the LLM.
-
-        Raises:
-            WorkerError: for whatever the LLM raises.
-        """
+        """As `Writer.write`; decoding and its limits are settings of the LLM."""
         try:
             return asyncio.run(self._write(conversations))
         except Exception as error:

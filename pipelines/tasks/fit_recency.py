@@ -88,9 +88,6 @@ def with_recency_term(model: MACModel) -> MACModel:
     """The same networks with a recency term that is not fitted yet; the model itself, if it has one.
 
     The parts of the model go over to the new one; do not use it any more.
-
-    Raises:
-        ConfigError: for a model without a document prior.
     """
     if model.aggregation.recency is not None:
         return model

@@ -141,11 +141,7 @@ def _share(part: int, whole: int) -> str:
 
 
 def read_report(path: Path) -> Report | None:
-    """The report of a finished self-study; None if there is none.
-
-    Raises:
-        DataError: if it is damaged; names the file.
-    """
+    """The report of a finished self-study; None if there is none."""
     try:
         values = read_json(path, _LARGEST_REPORT)
         counts = {name: Counts(**values["kinds"][name]) for name in KINDS}
