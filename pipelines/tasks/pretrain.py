@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTraine
 
 from mac_rag.config import Config, PromptFormat
 from mac_rag.data.newswire.generate import generate
-from mac_rag.data.types import Document, Question
+from mac_rag.data.types import Document
 from mac_rag.lm.batching import pad_rows
 from mac_rag.lm.loading import quiet
 from mac_rag.lm.prompt import PromptEncoder
@@ -88,42 +88,6 @@ def _tokenizer_texts(documents: int) -> Iterator[str]:
     yield from (prompt.question.format(question=question.question) for question in data.questions)
 
 
-class ReadingSequences:
-    """`document, question, answer, question, answer, ...`: a document, then questions on it in any order.
-
-    Such sequences teach an LM to answer from the text before the question, several times for each document.
-
-    Args:
-        questions: the questions of each document, by its id.
-        encoder: writes documents, questions and answers as token ids.
-        length: longest sequence in tokens.
-    """
-
-    def __init__(
-        self, documents: Sequence[Document], questions: dict[str, list[Question]], encoder: PromptEncoder, length: int
-    ) -> None:
-        self._documents = documents
-        self._questions = questions
-        self._encoder = encoder
-        self._length = length
-
-    def __len__(self) -> int:
-        return len(self._documents)
-
-    def sequence(self, index: int, seed: int) -> list[int]:
-        """The sequence of one document; `seed` determines the order of its questions."""
-        document, encoder = self._documents[index], self._encoder
-        ids = encoder.prompt_start([document.text])
-        questions = list(self._questions[document.id])
-        random.Random(seed).shuffle(questions)
-        for question in questions:
-            pair = encoder.question(question.question) + encoder.answer(question.answers[0])
-            if len(ids) + len(pair) > self._length:
-                break
-            ids += pair
-        return ids[: self._length]
-
-
 class PretrainTask(Task):
     """The LM, its corpus and its validation: perplexity, and exact match and F1 with the document in the prompt.
 
@@ -159,13 +123,11 @@ class PretrainTask(Task):
         # tokens are hard to tell apart.
         embeddings: Any = self.lm.get_input_embeddings()
         torch.nn.init.normal_(embeddings.weight, std=_WIDTH**-0.5)
-        sets = []
-        for split, count in (("train", config.documents), ("val", config.validation_documents)):
-            data = generate(split, count, seed=_SEED, questions_per_document=4)
-            questions = data.questions_by_document()
-            sets.append(ReadingSequences(data.documents, questions, self.encoder, config.sequence_length))
-        self._training, self._held_out = sets
-        self._validation = data
+        self._training, self._held_out = (
+            generate(split, count, seed=_SEED, questions_per_document=4)
+            for split, count in (("train", config.documents), ("val", config.validation_documents))
+        )
+        self._questions = self._training.questions_by_document() | self._held_out.questions_by_document()
 
     def batch(self, step: int, micro: int, size: int) -> tuple[Tensor, Tensor]:
         """Token ids `[B, L]` and targets `[B, L]`, which are -100 where there is no loss."""
@@ -174,9 +136,25 @@ class PretrainTask(Task):
             return self._copies(size)
         per_step = size * self.passes
         seed = self.config.trainer.seed
-        indices = shuffled(len(self._training), step - copy_steps, micro, size, seed=seed, per_step=per_step)
+        documents = self._training.documents
+        indices = shuffled(len(documents), step - copy_steps, micro, size, seed=seed, per_step=per_step)
         first = step * per_step + micro * size
-        return self._padded([self._training.sequence(i, first + n) for n, i in enumerate(indices)])
+        return self._padded([self._sequence(documents[i], first + n) for n, i in enumerate(indices)])
+
+    def _sequence(self, document: Document, seed: int) -> list[int]:
+        """A document, then questions on it with their answers; the seed determines their order.
+
+        Such sequences teach an LM to answer from the text before the question, several times for each document.
+        """
+        ids, length = self.encoder.prompt_start([document.text]), self.config.sequence_length
+        questions = list(self._questions[document.id])
+        random.Random(seed).shuffle(questions)
+        for question in questions:
+            pair = self.encoder.question(question.question) + self.encoder.answer(question.answers[0])
+            if len(ids) + len(pair) > length:
+                break
+            ids += pair
+        return ids[:length]
 
     def _copies(self, size: int) -> tuple[Tensor, Tensor]:
         """Sequences of random tokens, repeated once; the targets are the repetition without its first token."""
@@ -206,13 +184,13 @@ class PretrainTask(Task):
 
     def validate(self) -> dict[str, float]:
         total, count = 0.0, 0
-        rows = [self._held_out.sequence(i, i) for i in range(len(self._held_out))]
+        rows = [self._sequence(document, number) for number, document in enumerate(self._held_out.documents)]
         for first in range(0, len(rows), _VALIDATION_BATCH):
             losses, targets = self._loss(*self._padded(rows[first : first + _VALIDATION_BATCH]))
             total += float(losses)
             count += int(targets)
-        texts = {document.id: document.text for document in self._validation.documents}
-        questions = self._validation.questions
+        texts = {document.id: document.text for document in self._held_out.documents}
+        questions = self._held_out.questions
         contexts = [[texts[question.gold]] for question in questions]
         return {"perplexity": math.exp(total / count), **reading_scores(self.lm, self.encoder, questions, contexts)}
 
