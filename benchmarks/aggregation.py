@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
+    from benchmarks.measure import Usage
     from mac_rag.memory import MemoryBank
     from mac_rag.nn.aggregation import AggregationNetwork
     from mac_rag.nn.memory_tokens import MemoryTokens
@@ -46,16 +47,6 @@ class Sizes:
     blocks: int = 4
     heads: int = 8
     head_width: int = 96
-
-
-@dataclass(frozen=True)
-class Measurement:
-    """Seconds of one implementation for the whole batch, and its peak memory beyond bank, network and cached keys and
-    values.
-    """
-
-    seconds: float
-    extra_bytes: int
 
 
 def main(
@@ -119,7 +110,7 @@ def compared(sizes: Sizes, rounds: int, device: torch.device) -> tuple[float, fl
     return medians(partial(network, question, view), partial(published.attend, network, question, phi), rounds)
 
 
-def measured(implementation: Implementation, sizes: Sizes, device: torch.device, rounds: int) -> Measurement:
+def measured(implementation: Implementation, sizes: Sizes, device: torch.device, rounds: int) -> Usage:
     """Measures one implementation, in a process that has done nothing else yet.
 
     Raises:
@@ -140,7 +131,7 @@ def measured(implementation: Implementation, sizes: Sizes, device: torch.device,
         view = ProjectedBank(network, bank, device=device, budget_bytes=budget)
         used, result = usage(lambda: network(question, view)[0], device, rounds)
     _check(result, network(question, network.project(phi), attention=direct_attention)[0])
-    return Measurement(used.seconds, used.extra_bytes)
+    return used
 
 
 def _inputs(sizes: Sizes, device: torch.device) -> tuple[AggregationNetwork, MemoryTokens, MemoryBank]:

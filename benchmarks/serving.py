@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 # Of 100 requests of the mixed load, how many are of which kind.
 MIXED = {"ask": 70, "stream": 15, "put": 10, "delete": 5}
 _PARTS = 8  # of the mixed load
+_EVERY = 2.0  # seconds between two looks at the memory
 _REST = 15.0  # seconds of rest after each of them, at most as long as the part itself
 _SETTLED = 5  # documents of each client, about, once puts and deletes balance
 
@@ -148,8 +149,8 @@ class Served:
 class Memory:
     """Main memory of a server, measured every few seconds during the `with` block, and when it rests."""
 
-    def __init__(self, server: Served, every: float = 2.0) -> None:
-        self._server, self._every = server, every
+    def __init__(self, server: Served) -> None:
+        self._server = server
         self._seen: list[int] = []
         self._resting: list[int] = []
         self._end = threading.Event()
@@ -166,7 +167,7 @@ class Memory:
     def _look(self) -> None:
         while True:
             self._seen.append(self._server.resident())
-            if self._end.wait(self._every):
+            if self._end.wait(_EVERY):
                 return
 
     def rests(self) -> None:

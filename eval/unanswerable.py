@@ -43,7 +43,7 @@ def main(
 
     Take another split than the one that the calibration was fitted on.
     """
-    from eval.harness.protocol import judge, samples
+    from eval.harness.protocol import judge, samples, summarize
     from eval.harness.results import Row, result_path
     from mac_rag.asking import calibration_of
     from mac_rag.engine import Answer, MACEngine
@@ -65,19 +65,13 @@ def main(
     asked = [guess.question for guess in found]
     verdicts = judge(asked, [Answer(guess.text, (), (), False) for guess in found])
     confidence = logistic.probability(evidence).tolist()
-    rows = [
-        Row(
-            name=f"{mode}: confidence",
-            k=None if retriever == "none" else k,
-            documents=len(dataset.documents),
-            questions=len(found),
-            em=sum(verdict.em for verdict in verdicts) / len(found),
-            f1=sum(verdict.f1 for verdict in verdicts) / len(found),
-            em_prefix=sum(verdict.em_prefix for verdict in verdicts) / len(found),
-            measures=measures(confidence, right, answerable),
-            seconds=seconds,
-        )
-    ]
+    row = summarize(f"{mode}: confidence", asked, verdicts, len(dataset.documents), None, seconds)
+    of_confidence = {
+        "k": None if retriever == "none" else k,
+        "measures": measures(confidence, right, answerable),
+        "truncated": None,
+    }
+    rows = [row.model_copy(update=of_confidence)]
     rows += [
         Row(
             name=f"{mode}: {kind} alone",
@@ -138,8 +132,8 @@ def auroc(scores: Sequence[float], positive: Sequence[bool]) -> float:
     return float((below + ties / 2) / (len(ours) * len(theirs)))
 
 
-def expected_calibration_error(scores: Sequence[float], right: Sequence[bool], bins: int = 10) -> float:
-    """Mean distance between confidence and the share of right answers, over bins of equal width (Naeini et al., 2015).
+def expected_calibration_error(scores: Sequence[float], right: Sequence[bool]) -> float:
+    """Mean distance between confidence and the share of right answers, over ten equal bins (Naeini et al., 2015).
 
     Examples:
         >>> expected_calibration_error([0.75, 0.75, 0.75, 0.75, 0.25], [True, True, True, False, False])
@@ -148,8 +142,8 @@ def expected_calibration_error(scores: Sequence[float], right: Sequence[bool], b
     import numpy as np
 
     values, labels = np.asarray(scores, dtype=np.float64), np.asarray(right, dtype=np.float64)
-    place = np.minimum((values * bins).astype(int), bins - 1)
-    gaps = [abs((values - labels)[place == number].sum()) for number in range(bins)]
+    place = np.minimum((10 * values).astype(int), 9)
+    gaps = [abs((values - labels)[place == number].sum()) for number in range(10)]
     return float(sum(gaps) / len(values))
 
 

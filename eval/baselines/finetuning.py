@@ -17,8 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from eval.harness.systems import System, generate
-from mac_rag.data.metrics import best_over, f1
+from eval.harness.systems import System
 from mac_rag.data.types import Document, Question
 from mac_rag.errors import DocumentError
 from mac_rag.lm.base_lm import BaseLM
@@ -27,6 +26,7 @@ from mac_rag.lm.prompt import PromptEncoder
 from mac_rag.lm.text_tokenizer import Span
 from mac_rag.progress import progress_bar
 from pipelines.corpora.salient_spans import rule_spans
+from pipelines.tasks.open_book import generate, mean_scores
 
 if TYPE_CHECKING:
     from spacy.language import Language
@@ -211,6 +211,5 @@ def search_learning_rate(
         system = make(rate)
         system.adapt(documents)
         answers = system.answer([question.question for question in questions])
-        scores = [best_over(f1, text, question.answers) for text, question in zip(answers, questions, strict=True)]
-        f1_by_rate[rate] = sum(scores) / len(scores)
+        f1_by_rate[rate] = mean_scores(answers, questions)["f1"]
     return max(f1_by_rate, key=lambda rate: f1_by_rate[rate]), f1_by_rate

@@ -5,12 +5,13 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 
-from eval.harness.systems import System, generate
+from eval.harness.systems import System
 from mac_rag.data.types import Document, Question
 from mac_rag.engine import MACEngine
 from mac_rag.errors import ConfigError
 from mac_rag.model import MACModel
 from mac_rag.retrieval import BM25Retriever
+from pipelines.tasks.open_book import generate
 
 
 class FewShot(System):

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from eval.harness.allocations import allocated_peak
-from eval.harness.protocol import judge
+from eval.harness.protocol import judge, summarize
 from eval.harness.results import Row, Verdict
 from mac_rag.data.types import Document, QADataset, Question
 from mac_rag.engine import Answer
@@ -62,10 +62,10 @@ def measure(
     for method in methods:
         answers, peak, seconds = _answers(model, method, dataset.questions, batch_size)
         verdicts[method.name] = judge(dataset.questions, answers)
-        em, f1, em_prefix = (
-            sum(getattr(verdict, metric) for verdict in verdicts[method.name]) / len(answers)
-            for metric in ("em", "f1", "em_prefix")
+        row = summarize(
+            method.name, dataset.questions, verdicts[method.name], len(dataset.documents), None, seconds=0.0
         )
+        f1 = row.f1 or 0.0
         if not rows:
             whole_peak, whole_f1 = peak, f1
         measures = {
@@ -75,18 +75,8 @@ def measure(
             "bank_mb": method.bank_bytes / 1e6,
             "aggregation_seconds": seconds,
         }
-        rows.append(
-            Row(
-                name=method.name,
-                settings=method.settings,
-                measures=measures,
-                documents=len(dataset.documents),
-                questions=len(answers),
-                em=em,
-                f1=f1,
-                em_prefix=em_prefix,
-            )
-        )
+        of_method = {"settings": method.settings, "measures": measures, "seconds": None, "truncated": None}
+        rows.append(row.model_copy(update=of_method))
     return rows, verdicts
 
 

@@ -12,9 +12,7 @@ from eval.harness.protocol import judge, summarize
 from eval.harness.results import Row, Verdict
 from mac_rag.data.types import Document, Question
 from mac_rag.engine import Answer, MACEngine
-from mac_rag.lm.base_lm import BaseLM
 from mac_rag.model import MACModel
-from mac_rag.progress import progress_bar
 
 
 class System(ABC):
@@ -62,20 +60,6 @@ class MACSystem(System):
 
     def answer(self, questions: Sequence[str]) -> list[str]:
         return [answer.text for answer in self._engine.answer(questions, batch_size=self._batch_size, progress=True)]
-
-
-def generate(base_lm: BaseLM, prompts: Sequence[Sequence[int]], *, max_new_tokens: int, batch_size: int) -> list[str]:
-    """Answers prompts greedily, in batches of similar length; returns the answers in the order of the prompts."""
-    order = sorted(range(len(prompts)), key=lambda index: len(prompts[index]))
-    answers = [""] * len(prompts)
-    with progress_bar("answer", len(prompts)) as bar:
-        for first in range(0, len(order), batch_size):
-            batch = order[first : first + batch_size]
-            texts = base_lm.generate([prompts[i] for i in batch], None, max_new_tokens=max_new_tokens)
-            for index, text in zip(batch, texts, strict=True):
-                answers[index] = text
-            bar.advance(len(batch))
-    return answers
 
 
 def ask(name: str, system: System, questions: Sequence[Question], documents: int) -> tuple[Row, list[Verdict]]:

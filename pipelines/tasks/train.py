@@ -13,7 +13,6 @@ from torch import Tensor
 from mac_rag.config import BaseLMConfig, MACConfig
 from mac_rag.data.characters import shown_id
 from mac_rag.data.dates import ALWAYS, moment_of
-from mac_rag.data.metrics import best_over, exact_match, f1
 from mac_rag.data.types import Document, QADataset, Question
 from mac_rag.engine import MACEngine
 from mac_rag.errors import ConfigError, DataError
@@ -27,6 +26,7 @@ from pipelines.corpora.qa_data import ContextMiner, DataConfig, retrieved
 from pipelines.corpora.title_groups import drawn, title_groups
 from pipelines.objective import Batch, LossWeights, mac_loss
 from pipelines.tasks.kv_regression import init_by_kv_regression
+from pipelines.tasks.open_book import mean_scores
 from pipelines.tasks.train_config import READING_EVERY, ReadingTurns, TrainConfig
 from pipelines.tasks.tune_qa import LORA_RANK, TrainingSequence, TuneConfig, TuneTask
 from pipelines.trainer import Task, TrainerConfig
@@ -244,11 +244,7 @@ def moment(document: Document) -> int:
 def _figures(engine: MACEngine, questions: Sequence[Question], contexts: list[list[str]] | None) -> dict[str, float]:
     """EM and F1 of the engine's answers."""
     generated = engine.answer([question.question for question in questions], contexts=contexts, overflow="truncate")
-    pairs = [(answer.text, question.answers) for answer, question in zip(generated, questions, strict=True)]
-    return {
-        name: sum(best_over(metric, text, answers) for text, answers in pairs) / len(pairs)
-        for name, metric in (("em", exact_match), ("f1", f1))
-    }
+    return mean_scores([answer.text for answer in generated], questions)
 
 
 def _require_gradients(network: MACConfig, device: torch.device) -> None:
