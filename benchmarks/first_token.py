@@ -17,7 +17,8 @@ def main(
     data: DataOption = None,
     documents: Annotated[int, typer.Option(min=1, help="Documents of the bank.")] = 300,
     k: Annotated[
-        str, typer.Option("--k", help="Documents that BM25 puts in front; several numbers separated by commas.")
+        str,
+        typer.Option("--k", help="Documents that BM25 puts before a question; several numbers separated by commas."),
     ] = "1,3",
     questions: Annotated[int, typer.Option(min=1, help="Questions that are timed, each once in each way.")] = 30,
     seed: SeedOption = 0,

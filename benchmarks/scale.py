@@ -170,7 +170,7 @@ def _measure(
         "generating s": statistics.median(answering),
         "memory GiB": (memory("VmHWM") - before) / 2**30,
     }
-    del engine  # what it knows of all rows would be in memory twice
+    del engine  # else the summaries of all rows would be in memory twice
     return found | _whole(loaded, bank, asked) if whole else found
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-_MEAN = "mean/"  # in front of a weight's name in a checkpoint: the name of its mean
+_MEAN = "mean/"  # prefix of a weight's name in a checkpoint, for its mean
 
 
 class WeightMean:
@@ -17,7 +17,7 @@ class WeightMean:
 
     def __init__(self, module: nn.Module, steps: int, start: float) -> None:
         self._module = module
-        self._first = min(round(start * steps), steps - 1) + 1  # the steps done when the first of them counts
+        self._first = min(round(start * steps), steps - 1) + 1  # number of steps after which the weights first count
         self._mean: dict[str, Tensor] = {}
 
     @torch.no_grad()

@@ -23,7 +23,7 @@ def main(
     retriever: Annotated[
         str, typer.Option(help="Fit answers after the documents of this retriever instead of those from memory alone.")
     ] = "none",
-    k: Annotated[int, typer.Option(min=1, help="Retrieved documents in front of a question.")] = 5,
+    k: Annotated[int, typer.Option(min=1, help="Retrieved documents before a question.")] = 5,
     seed: Annotated[int, typer.Option(help="Random seed of the questions.")] = 0,
     batch_size: Annotated[int, typer.Option(min=1, help="Questions of one batch.")] = 32,
     device: Annotated[str | None, typer.Option(help="cpu, cuda, ...", show_default="a GPU if there is one")] = None,

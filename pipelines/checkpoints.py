@@ -82,7 +82,9 @@ def progress_of(checkpoint: Path) -> Progress:
             raise MalformedError(f"passes is {passes!r:.40}, and finished is {finished!r:.40}")
         return Progress(step, best, passes, finished)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise DataError(f"{path} is damaged: {error}; remove {checkpoint}, and the run starts anew") from None
+        raise DataError(
+            f"{path} is damaged: {error}; remove {checkpoint}, and the run starts from the beginning"
+        ) from None
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error.strerror}") from None
 
@@ -102,7 +104,7 @@ def logged_until(log: Path, step: int) -> str:
                     break
                 lines.append(line.decode())
     except ValueError as error:
-        raise DataError(f"{log} is damaged: {error}; remove it, and the run goes on with a new one") from None
+        raise DataError(f"{log} is damaged: {error}; remove it, and the run continues with a new one") from None
     return "".join(lines)
 
 
@@ -121,7 +123,7 @@ class Checkpoints:
             if accelerator.is_main_process:
                 new = [str(stack.enter_context(write_folder(self.folder / f"step-{progress.step:08d}")))]
             if accelerator.num_processes > 1:
-                new = broadcast_object_list(new)  # the others wait here until the folder is there
+                new = broadcast_object_list(new)  # the others wait here until the folder exists
             for kind, tensors in ((_MODEL, state), (_OPTIMIZER, optimizer)):
                 self._write_tensors(Path(new[0]), kind, tensors)
             accelerator.wait_for_everyone()
@@ -222,7 +224,7 @@ def require_same_shapes(ours: Mapping[str, tuple[int, ...]], theirs: Mapping[str
     """
     differ = sorted(name for name in ours.keys() | theirs.keys() if ours.get(name) != theirs.get(name))
     if differ:
-        raise ModelLoadError(f"the checkpoint belongs to another configuration; what differs: {', '.join(differ)}")
+        raise ModelLoadError(f"the checkpoint belongs to another configuration; these differ: {', '.join(differ)}")
 
 
 def _shapes(tensors: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
@@ -292,4 +294,6 @@ def _opened(checkpoint: Path, kind: str) -> Any:
         with ExitStack() as stack:
             yield _Files([stack.enter_context(safe_open(path, framework="pt")) for path in paths])
     except (OSError, ValueError, SafetensorError) as error:
-        raise DataError(f"{checkpoint} is damaged ({kind}): {error}; remove it, and the run starts anew") from None
+        raise DataError(
+            f"{checkpoint} is damaged ({kind}): {error}; remove it, and the run starts from the beginning"
+        ) from None

@@ -28,9 +28,7 @@ def main(
     ] = None,
     documents: Annotated[int, typer.Option(min=1, help="Documents in the bank, each of one chunk.")] = 10_000,
     questions: Annotated[int, typer.Option(min=1, help="Questions that are answered at once.")] = 1,
-    context: Annotated[
-        int, typer.Option(min=1, help="Tokens of documents, question and answer in front of the LM.")
-    ] = 2048,
+    context: Annotated[int, typer.Option(min=1, help="Tokens of documents, question and answer before the LM.")] = 2048,
     set_: SetOption = None,
 ) -> None:
     """Print bytes and FLOPs of a training step, of adapting to a document, and of a question, part by part.

@@ -91,7 +91,7 @@ class ShardedTask:
         """
         assert isinstance(self._task, FSDPModule)
         task: Any = self._task
-        task.forward = dict  # what it returns is empty
+        task.forward = dict  # returns an empty mapping
         task()
         del task.forward
         self._task.reshard()

@@ -92,7 +92,7 @@ def empty_model(config: MACConfig) -> MACModel:
         encoders = []
         for part in (config.amortization, config.input_encoder):
             backbone: Any = empty_backbone(part, _described(part, described))
-            if part.quantization != "none":  # what is quantised is frozen, and that is not the decoder of a T5
+            if part.quantization != "none":  # quantised weights are frozen; the decoder of a T5 is not quantised
                 for name, parameter in backbone.named_parameters():
                     parameter.requires_grad_(part.design == "encoder-decoder" and name.startswith("decoder."))
             alike = backbone.config.vocab_size == described.vocab_size
@@ -139,7 +139,7 @@ def sizes_of(recipe: TrainConfig, documents: int = 10_000, questions: int = 1, c
         ConfigError, ModelLoadError: as `empty_model`; for a recipe that starts from a trained model.
     """
     if recipe.model is None:
-        raise ConfigError(f"the recipe goes on with {recipe.start_from}; name a preset, or a recipe with a model")
+        raise ConfigError(f"the recipe starts from {recipe.start_from}; name a preset, or a recipe with a model")
     model, parts = empty_model(recipe.model), {name: Part() for name in PARTS}
     for name, (_, size) in _weights(model).items():
         parts[name].answering["weights"] = size

@@ -287,7 +287,7 @@ def _accelerator(config: TrainerConfig, output: Path) -> Accelerator:
             )
     AcceleratorState._reset_state()  # the process may have trained in another precision before
     return Accelerator(
-        # Without a GPU, several processes that are not told so would not know of each other.
+        # Without a GPU, several processes find each other only if they are set to the CPU.
         cpu=config.cpu or (int(os.environ.get("WORLD_SIZE", "1")) > 1 and not torch.cuda.is_available()),
         mixed_precision="bf16" if config.precision == "bf16" else "no",
         log_with="tensorboard",

@@ -241,7 +241,7 @@ def measure(
     kind = cases[0].kind
     recency = engine.model.aggregation.recency is not None
     measured: list[tuple[Row, list[Verdict]]] = []
-    without: dict[str, dict[str, list[float]]] = {}  # figures of each question, by the document in front of it
+    without: dict[str, dict[str, list[float]]] = {}  # figures of each question, by the document before it
     for condition in _conditions(kind, recency):
         say(condition.name, err=True)
         asked = [_asked(case, condition) for case in cases]

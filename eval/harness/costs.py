@@ -30,8 +30,8 @@ class Costs:
     def __init__(self, engine: MACEngine, questions: Sequence[str]) -> None:
         self._engine = engine
         self._sample = list(dict.fromkeys(questions))[:_SAMPLE]
-        # An engine remembers what it has aggregated for a question. Spaces after it make it new to the engine and the
-        # same to the encoder: the first time projects what it attends to, the second one is counted.
+        # An engine remembers the aggregate of a question. Spaces after a question make it new to the engine, and the
+        # same to the encoder: the first time projects the rows that it attends to, the second one is counted.
         for question in self._sample:
             engine.aggregate([f"{question} "])
         total = sum(flops(partial(engine.aggregate, [f"{question}  "])) for question in self._sample)

@@ -78,7 +78,7 @@ TINY_SCALE: dict[str, Setup] = {
     "quantization": Setup("mac-tiny", 256),
     "conflict": Setup("mac-tiny", 1665, 128),
 }
-# What pipelines.tune_qa leaves of GPT2-XL. MAC is trained around it in 4 bit, and the baselines update it as it is.
+# GPT2-XL, tuned by pipelines.tune_qa. MAC is trained around it in 4 bit; the baselines update it without quantisation.
 _XL = "runs/gpt2-xl/tune_qa/best"
 # The models of the paper's tables and figures, and its streams of 1,665 documents.
 PAPER_SCALE: dict[str, Setup] = {

@@ -46,7 +46,7 @@ CATALOGUE = (
             name,
             f"{title}: the memory with and without retrieval",
             source,
-            "Documents put in front of the question by a retriever, alone and together with the memory.",
+            "A retriever puts documents before the question, alone and together with the memory.",
             _SCORED,
         )
         for name, title, source in (

@@ -42,7 +42,7 @@ def within_limits(data: QADataset, model: MACModel, *, reconstruction: bool = Fa
                 f"question {shown_id(question.id)} takes {used:,} tokens with its answer, and the LM reads {window:,} "
                 "at once; shorten the answer, or leave the question out"
             )
-    # A document's tokens without its template, and with a token in front where the tokenizer puts none.
+    # Room for a document's tokens without its template, less one for a tokenizer that puts a token before each text.
     room = window - len(prompts.prompt_start(["x"])) + len(prompts.texts.ids("x")) - 1
 
     def chunks(document: Document) -> list[str]:

@@ -58,7 +58,7 @@ class Writer(ABC):
         limit = window - _ROOM - max(self._around.values())
         if limit < _LEAST_PASSAGE:
             raise ConfigError(
-                f"the LM reads {window:,} tokens at once, and the examples in front of a passage take "
+                f"the LM reads {window:,} tokens at once, and the examples before a passage take "
                 f"{window - limit:,}; take an LM with a longer window"
             )
         self._passage = min(limit, _PASSAGE)
@@ -160,7 +160,7 @@ class LlamaIndexWriter(Writer):
             return asyncio.run(self._write(conversations))
         except Exception as error:
             raise WorkerError(
-                f"{self._spec} failed: {type(error).__name__}: {error}; the same command goes on where it stopped"
+                f"{self._spec} failed: {type(error).__name__}: {error}; the same command continues where it stopped"
             ) from error
 
     async def _write(self, conversations: Sequence[Conversation]) -> list[str]:

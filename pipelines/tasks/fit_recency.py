@@ -256,8 +256,8 @@ def fit_years(
     # An infinite distance would make gradients NaN.
     since = years.since(_named(model.amortization, years, ids)).clamp(max=_NEVER)  # [K, Y]
     scale = prior.log_scale.exp().detach() * prior.lexical_weight
-    # The last one is of a temperature, because the prior is surer of what it ranks first than it may be where years
-    # decide. Without it the few questions of which it is most wrong would settle the other two.
+    # The last one is of a temperature: if years decide, the prior is too sure of the document that it ranks first.
+    # Without it, the few questions on which the prior is most wrong would settle the other two.
     logarithms = (
         torch.tensor([_YEARS_START.weight, _YEARS_START.decay, 1.0], device=model.device).log().requires_grad_()
     )

@@ -43,7 +43,7 @@ from mac_rag.progress import ProgressBar, progress_bar
 _READ = 256  # texts to which the maps are fitted
 _FLOOR = 0.3  # share of the mean variance that is added to all variances before whitening
 _SCALES = (5.0, 10.0, 15.0, 20.0, 30.0, 40.0)  # candidates for the document prior's scale
-_WORD_REACH = 0.2  # standard deviation of a memory token's attention, in stretches, where it is one word's state
+_WORD_REACH = 0.2  # standard deviation of a memory token's attention, in stretches, at which it is one word's state
 _BATCH = 4096  # tokens that an encoder reads at once
 _RIDGE = 1e-4  # ridge penalty, as a share of the inputs' mean square
 # Of the fit of slots' marks: questions, questions at a time, passes over them, and the optimizer's rate.
@@ -184,7 +184,7 @@ def _pooling(network: EncoderPooling, states: Tensor, skipped: int) -> Tensor:
 def _fit_salience(
     network: EncoderPooling, rows: Sequence[Sequence[int]], rows_read: Sequence[Sequence[int]], states: Sequence[Tensor]
 ) -> None:
-    """Salience starts as how rare a word is among the documents: the log of the share of them that it stands in."""
+    """Salience starts as the rarity of a word: the log of the share of documents that hold it."""
     holding = Counter(token for row in rows for token in set(row))
     rarity = [math.log(len(rows) / holding[token]) for row in rows_read for token in row]
     salience = torch.tensor(rarity, device=network.queries.device).clamp(min=1e-2)
@@ -253,7 +253,7 @@ def _fit_prefix(
         rotation = key_rotation(base_lm.model, range(sink.length, longest), longest)
     with _progress_bar("fit", len(rows)) as bar:
         for row, tokens, text in zip(rows, phi, states, strict=True):
-            # The sink is what the tokenizer puts in front of a text, where it does so.
+            # The sink holds the tokens that the tokenizer puts before a text, if any.
             skipped = len(start) if sink is not None and list(row[: len(start)]) == start else 0
             keys_values = base_lm.keys_values(row[skipped:], front).float()  # [layers, 2, H, L, d]
             if sink is not None:

@@ -54,7 +54,7 @@ class TrainTask(Task):
                 "model.prompt.abstention"
             )
         self.model.use_master_weights()
-        # Now, not when a batch draws a text that is too long.
+        # Texts that are too long are divided now, not once a batch draws one.
         reconstruction = any(losses.reconstruction for losses in config.all_losses)
         unanswered = not any(losses.need_answers for losses in config.all_losses)
         data = config.data.training_set(unanswered=unanswered)
@@ -205,7 +205,7 @@ class TrainTask(Task):
         return figures | self._losses()
 
     def _losses(self) -> dict[str, float]:
-        """Each term on the held-out documents, in batches as in training; no documents stand in front of questions."""
+        """Each term on the held-out documents, in batches as in training; questions have no documents before them."""
         questions_of = self._validation.questions_by_document()
         documents = [document for document in self._validation.documents if questions_of[document.id]]
         most = self.config.questions_per_document

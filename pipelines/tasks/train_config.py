@@ -13,7 +13,7 @@ from pipelines.corpora.qa_data import ContextConfig, DataConfig
 from pipelines.objective import LossWeights
 from pipelines.trainer import TrainerConfig
 
-READING_EVERY = 3  # every third step is one of reading: most steps go to what is new to the LM
+READING_EVERY = 3  # every third step is one of reading: most steps train the use of memory, which is new to the LM
 
 
 class CurriculumConfig(Config):

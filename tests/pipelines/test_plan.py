@@ -30,7 +30,7 @@ def test_what_has_no_plan() -> None:
         recipe_of("mac-small/reader")
     with pytest.raises(ConfigError, match=r"trainer\.stepz"):
         recipe_of("gpt2-xl", ["trainer.stepz=1"])
-    assert "goes on with" in str(command("pipelines.plan", "mac-tiny/train-joint").exception)
+    assert "starts from" in str(command("pipelines.plan", "mac-tiny/train-joint").exception)
 
 
 def test_a_plan() -> None:
