@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import signal
 import socket
 import subprocess
 import sys
@@ -38,28 +37,23 @@ def main(
         float, typer.Option(min=1, help="Seconds of each of the three measures of questions alone.")
     ] = 30,
     mixed: Annotated[float, typer.Option(min=1, help="Seconds of the mixed load.")] = 600,
-    crash: Annotated[
-        float, typer.Option(min=0, help="Seconds of a mixed load in whose middle the server is killed; 0 for none.")
-    ] = 60,
     seed: Annotated[int, typer.Option(help="Random seed of the load.")] = 0,
 ) -> None:
     """Time questions to the engine and to a server on loopback; then mix questions, streams, puts and deletes.
 
-    The mix comes in eight parts. After each, the server rests, and its memory at rest is measured. At the end it is
-    killed in the middle of such a mix and started again, and every put and delete that was acknowledged is checked.
+    The mix comes in eight parts. After each, the server rests, and its memory at rest is measured.
     """
     from tempfile import TemporaryDirectory
 
     from mac_rag.data.newswire.generate import generate
     from mac_rag.engine import MACEngine
-    from mac_rag.errors import BankError
     from mac_rag.model import MACModel
 
     stream = generate("val", documents)
     asked = [question.question for question in stream.questions]
     questions = Questions(asked)
     with TemporaryDirectory() as folder, Served(Path(folder), model) as server:
-        load = Load(server, questions, seed)
+        load = Load(server, questions)
         load.prepare([(document.id, document.text) for document in stream.documents])
         engine = MACEngine(MACModel.from_pretrained(model))
         engine.adapt(stream.documents)
@@ -83,17 +77,6 @@ def main(
                 memory.rests()
         say(f"{'mixed':>12}: {result.described(mixed)}")
         say(f"{'memory':>12}: {memory.described()}")
-        if crash:
-            killer = threading.Timer(crash / 2, server.kill_and_start)
-            killer.start()
-            result = run_load(load.any, clients, crash, seed + _PARTS)
-            killer.join()
-            say(f"{'killed':>12}: {result.described(crash)}")
-            puts, deletes = sum(load.acknowledged.values()), sum(not held for held in load.acknowledged.values())
-            lost = load.lost()
-            say(f"{'kept':>12}: of {puts:,} puts and {deletes:,} deletes that were acknowledged, {len(lost)} are lost")
-            if lost:
-                raise BankError(f"the server has lost what it acknowledged: {', '.join(sorted(lost)[:10])}")
 
 
 class Served:
@@ -106,11 +89,8 @@ class Served:
         self.url = f"http://127.0.0.1:{port}"
         code = "from mac_rag.cli.main import main; main()"
         options = ["--data", str(folder), "--model", model, "--model-name", "served", "--port", str(port)]
-        self._command = [sys.executable, "-c", code, "serve", *options, "--requests-per-minute", "0"]
-        self._process = self._started()
-
-    def _started(self) -> subprocess.Popen[bytes]:
-        return subprocess.Popen(self._command, stderr=subprocess.DEVNULL)
+        command = [sys.executable, "-c", code, "serve", *options, "--requests-per-minute", "0"]
+        self._process = subprocess.Popen(command, stderr=subprocess.DEVNULL)
 
     def __enter__(self) -> Served:
         self.wait_until_ready()
@@ -125,20 +105,13 @@ class Served:
         import httpx
 
         while True:
-            process = self._process
             try:
                 httpx.get(f"{self.url}/ready", trust_env=False).raise_for_status()
                 return
             except httpx.HTTPError:
-                if process is self._process and process.poll() not in (None, -signal.SIGKILL):
+                if self._process.poll() is not None:
                     raise typer.BadParameter("the server has ended; start mac-rag serve by hand to see why") from None
                 time.sleep(0.2)
-
-    def kill_and_start(self) -> None:
-        """Kills its process, as a loss of power would, and starts another one on its folder."""
-        self._process.kill()
-        self._process.wait()
-        self._process = self._started()
 
     def resident(self) -> int:
         """MiB of main memory that it holds."""
@@ -222,20 +195,12 @@ def quantile(times: list[float], q: float) -> float:
 
 
 class Load:
-    """Requests to a server. Each returns its kind: `busy` for a 429, `error` with the status for any other fault.
+    """Requests to a server. Each returns its kind: `busy` for a 429, `error` with the status for any other fault."""
 
-    A request that is lost with a killed server is `cut`, and its client waits until there is a server again.
-
-    Attributes:
-        acknowledged: documents that the server has acknowledged as stored (True) or deleted (False), without those with
-            a request under way or lost.
-    """
-
-    def __init__(self, server: Served, questions: Questions, seed: int) -> None:
+    def __init__(self, server: Served, questions: Questions) -> None:
         import httpx
 
-        self._server, self._questions, self._seed = server, questions, seed
-        self.acknowledged: dict[str, bool] = {}
+        self._server, self._questions = server, questions
         self._limits = httpx.Limits(max_connections=1)
         self._own = threading.local()
         self._held: dict[int, list[str]] = defaultdict(list)  # documents of each client, in whatever thread
@@ -268,46 +233,19 @@ class Load:
 
     def any(self, client: int, chance: random.Random) -> str:
         """A request of the mixed load."""
-        import httpx
-
-        try:
-            return self._any(client, chance)
-        except httpx.TransportError:
-            self._server.wait_until_ready()
-            return "cut"
-
-    def _any(self, client: int, chance: random.Random) -> str:
         [kind] = chance.choices(list(MIXED), list(MIXED.values()))
         http, held = self._http, self._held[client]
         if kind in ("ask", "stream"):
             return self.ask(client, chance, stream=kind == "stream")
         if held and (kind == "delete" or len(held) > _SETTLED):
-            name = held.pop()
-            del self.acknowledged[name]
-            response = http.delete("/v1/banks/load/document", params={"id": name})
-            if response.status_code == 200:
-                self.acknowledged[name] = False
+            response = http.delete("/v1/banks/load/document", params={"id": held.pop()})
             return outcome(response.status_code, "delete")
         name = f"client-{client}-{chance.random()}"
         body = {"documents": [{"id": name, "text": f"Report {name}: the board of Rainga Press met in May."}]}
         response = http.post("/v1/banks/load/documents", json=body)
         if response.status_code == 200:
             held.append(name)
-            self.acknowledged[name] = True
         return outcome(response.status_code, "put")
-
-    def lost(self) -> set[str]:
-        """Documents that are missing although their put was acknowledged, or present although their deletion was."""
-        found: set[str] = set()
-        after: dict[str, str] = {}
-        while True:
-            response = self._http.get("/v1/banks/load/documents", params={"limit": 1000, **after})
-            response.raise_for_status()
-            page = response.json()
-            found |= {document["id"] for document in page["data"]}
-            if not page["has_more"]:
-                return {name for name, held in self.acknowledged.items() if held != (name in found)}
-            after = {"after": page["data"][-1]["id"]}
 
 
 def outcome(status: int, kind: str) -> str:

@@ -33,15 +33,8 @@ from mac_rag.untrusted_files import MalformedError
 C = TypeVar("C", bound=Config)
 
 RECIPES = Path(__file__).parent / "recipes"
-TASKS = (
-    "pretrain",
-    "tune_qa",
-    "tune_reading",
-    "train",
-    "tune_prior",
-    "fit_recency",
-    "add_lexical",
-)  # see pipelines.tasks.registry
+# The tasks of `pipelines.tasks.registry`.
+TASKS = ("pretrain", "tune_qa", "tune_reading", "train", "tune_prior", "fit_recency", "add_lexical")
 _STAGE_NAME = re.compile(r"[a-z0-9][a-z0-9_-]*")
 _REFERENCE = re.compile(r"\$\{stages\.([^}]*)\}/(?:best|last)")
 _EVERY_STAGE = "*"

@@ -75,21 +75,12 @@ class TrainerConfig(Config):
         return self
 
     @property
-    def shards(self) -> bool:
-        """True if several processes each hold a part of the model."""
-        return self.parallel == "fsdp" and int(os.environ.get("WORLD_SIZE", "1")) > 1
-
-    @property
-    def training_device(self) -> torch.device:
-        """Device on which this process trains: its own GPU if there is one, unless `cpu`."""
-        if self.cpu or not torch.cuda.is_available():
+    def device(self) -> torch.device:
+        """Device on which to load the model: this process's GPU, or the CPU for `cpu` and parts of a sharded model."""
+        sharded = self.parallel == "fsdp" and int(os.environ.get("WORLD_SIZE", "1")) > 1
+        if self.cpu or sharded or not torch.cuda.is_available():
             return default_device("cpu")
         return default_device(f"cuda:{os.environ.get('LOCAL_RANK', '0')}")
-
-    @property
-    def device(self) -> torch.device:
-        """Device on which to load the model: that of the training, or the CPU if no process has room for the whole."""
-        return default_device("cpu") if self.shards else self.training_device
 
     def rate(self, step: int) -> float:
         """The learning rate of a step, as a share of `learning_rate`."""

@@ -53,9 +53,6 @@ class Compressed:
         return Compressed(self.keys_values[rows], self.lengths[rows])
 
 
-_RANK = 8  # of the conditional low-rank update, as published
-
-
 class Compressor(nn.Module):
     """The learned vectors and the conditional low-rank update of a frozen LM, without the LM.
 

@@ -87,9 +87,8 @@ PAPER_SCALE: dict[str, Setup] = {
     "retention": Setup("runs/gpt2-xl/train/best", 1600, lm=_XL),  # figure 3
     "dropout_memory": Setup("llama2-7b", 1665),  # table 3, on StreamingQA; figure 4 is of GPT2-XL (--model gpt2-xl)
     "hierarchical": Setup("runs/gpt2-xl/train/best", 1665),  # figure 5, on ArchivalQA-Seq
-    "cross_attention": Setup(
-        "runs/gpt2-large/train/best", 1665, 25
-    ),  # figure 6, on StreamingQA, a mean of 25 questions
+    # Figure 6, on StreamingQA, a mean of 25 questions.
+    "cross_attention": Setup("runs/gpt2-large/train/best", 1665, 25),
     # Figure 7, on StreamingQA: 75 % of its stream are the paper's 1,250 entries.
     "reduction": Setup("runs/llama2-7b/train/best", 1665),
     "peft": Setup("gpt2-xl", 1665),  # table 4, on StreamingQA, without FiLM
