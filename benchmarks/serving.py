@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import socket
 import subprocess
@@ -9,7 +10,7 @@ import sys
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -24,8 +25,8 @@ if TYPE_CHECKING:
 # Of 100 requests of the mixed load, how many are of which kind.
 MIXED = {"ask": 70, "stream": 15, "put": 10, "delete": 5}
 _PARTS = 8  # of the mixed load
-_EVERY = 2.0  # seconds between two looks at the memory
-_REST = 15.0  # seconds of rest after each of them, at most as long as the part itself
+_EVERY = 2.0  # seconds between two measurements of memory
+_REST = 15.0  # seconds of rest after each part, at most as long as the part itself
 _SETTLED = 5  # documents of each client, about, once puts and deletes balance
 
 
@@ -51,15 +52,21 @@ def main(
 
     stream = generate("val", documents)
     asked = [question.question for question in stream.questions]
-    questions = Questions(asked)
+    numbers = itertools.count()
+
+    def question() -> str:
+        """A question unlike all others, so that no cache answers it. Thread-safe, as `next` is."""
+        number = next(numbers)
+        return f"{asked[number % len(asked)]} {number}"
+
     with TemporaryDirectory() as folder, Served(Path(folder), model) as server:
-        load = Load(server, questions)
+        load = Load(server, question)
         load.prepare([(document.id, document.text) for document in stream.documents])
         engine = MACEngine(MACModel.from_pretrained(model))
         engine.adapt(stream.documents)
 
         def ask_engine(_client: int, _chance: random.Random) -> str:
-            engine.answer([questions.next()])
+            engine.answer([question()])
             return "ask"
 
         measures: list[tuple[str, int, Callable[[int, random.Random], str]]] = [
@@ -68,14 +75,15 @@ def main(
             (f"{clients} clients", clients, load.ask),
         ]
         for name, count, ask in measures:
-            say(f"{name:>12}: {run_load(ask, count, seconds, seed).described(seconds)}")
-        result = Result()
+            say(f"{name:>12}: {described(run_load(ask, count, seconds, seed), seconds)}")
+        latencies: dict[str, list[float]] = defaultdict(list)
         with Memory(server) as memory:
             for part in range(_PARTS):
-                result.add(run_load(load.any, clients, mixed / _PARTS, seed + part))
+                for kind, times in run_load(load.any, clients, mixed / _PARTS, seed + part).items():
+                    latencies[kind] += times
                 time.sleep(min(_REST, mixed / _PARTS))
                 memory.rests()
-        say(f"{'mixed':>12}: {result.described(mixed)}")
+        say(f"{'mixed':>12}: {described(latencies, mixed)}")
         say(f"{'memory':>12}: {memory.described()}")
 
 
@@ -153,40 +161,14 @@ class Memory:
         return f"{self._seen[0]:,} MiB at the beginning, {max(self._seen):,} at most; at rest {resting}"
 
 
-class Questions:
-    """Questions of which no two are equal, so that no cache answers them. Thread-safe."""
-
-    def __init__(self, asked: list[str]) -> None:
-        self._asked = asked
-        self._number = 0
-        self._lock = threading.Lock()
-
-    def next(self) -> str:
-        """The next one."""
-        with self._lock:
-            self._number += 1
-            return f"{self._asked[self._number % len(self._asked)]} {self._number}"
-
-
-class Result:
-    """Latencies of requests by kind, and what went wrong."""
-
-    def __init__(self) -> None:
-        self.seconds: dict[str, list[float]] = defaultdict(list)
-
-    def add(self, other: Result) -> None:
-        """Adds the requests of another one."""
-        for kind, times in other.seconds.items():
-            self.seconds[kind] += times
-
-    def described(self, seconds: float) -> str:
-        """Requests a second, and p50, p95 and p99 of each kind in milliseconds."""
-        total = sum(map(len, self.seconds.values()))
-        kinds = [
-            f"{kind} {len(times):,} ({', '.join(f'{1000 * quantile(times, q):.0f}' for q in (0.5, 0.95, 0.99))} ms)"
-            for kind, times in sorted(self.seconds.items())
-        ]
-        return f"{total / seconds:.1f} a second; {'; '.join(kinds)}"
+def described(latencies: Mapping[str, list[float]], seconds: float) -> str:
+    """Requests a second, and p50, p95 and p99 of each kind in milliseconds."""
+    total = sum(map(len, latencies.values()))
+    kinds = [
+        f"{kind} {len(times):,} ({', '.join(f'{1000 * quantile(times, q):.0f}' for q in (0.5, 0.95, 0.99))} ms)"
+        for kind, times in sorted(latencies.items())
+    ]
+    return f"{total / seconds:.1f} a second; {'; '.join(kinds)}"
 
 
 def quantile(times: list[float], q: float) -> float:
@@ -197,10 +179,10 @@ def quantile(times: list[float], q: float) -> float:
 class Load:
     """Requests to a server. Each returns its kind: `busy` for a 429, `error` with the status for any other fault."""
 
-    def __init__(self, server: Served, questions: Questions) -> None:
+    def __init__(self, server: Served, question: Callable[[], str]) -> None:
         import httpx
 
-        self._server, self._questions = server, questions
+        self._server, self._question = server, question
         self._limits = httpx.Limits(max_connections=1)
         self._own = threading.local()
         self._held: dict[int, list[str]] = defaultdict(list)  # documents of each client, in whatever thread
@@ -224,7 +206,7 @@ class Load:
 
     def ask(self, client: int, chance: random.Random, *, stream: bool = False) -> str:
         """Asks a question."""
-        message = {"role": "user", "content": self._questions.next()}
+        message = {"role": "user", "content": self._question()}
         body = {"model": "served:load", "messages": [message], "sources": 0, "stream": stream}
         response = self._http.post("/v1/chat/completions", json=body)
         if stream and response.status_code == 200 and not response.text.endswith("data: [DONE]\n\n"):
@@ -253,15 +235,18 @@ def outcome(status: int, kind: str) -> str:
     return kind if status == 200 else "busy" if status == 429 else f"error {status}"
 
 
-def run_load(request: Callable[[int, random.Random], str], clients: int, seconds: float, seed: int) -> Result:
-    """Makes requests for some seconds from some threads; each thread waits for its last answer first."""
-    result, end = Result(), time.perf_counter() + seconds
+def run_load(
+    request: Callable[[int, random.Random], str], clients: int, seconds: float, seed: int
+) -> dict[str, list[float]]:
+    """Makes requests for some seconds from some threads, one at a time each; returns latencies by kind of request."""
+    latencies: dict[str, list[float]] = defaultdict(list)
+    end = time.perf_counter() + seconds
 
     def client(number: int) -> None:
         chance = random.Random(seed * 1000 + number)
         while (began := time.perf_counter()) < end:
             kind = request(number, chance)
-            result.seconds[kind].append(time.perf_counter() - began)
+            latencies[kind].append(time.perf_counter() - began)
             if kind == "busy":
                 time.sleep(0.2)
 
@@ -270,7 +255,7 @@ def run_load(request: Callable[[int, random.Random], str], clients: int, seconds
         thread.start()
     for thread in threads:
         thread.join()
-    return result
+    return latencies
 
 
 if __name__ == "__main__":
