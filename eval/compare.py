@@ -20,14 +20,7 @@ Pair = tuple["dict[str, Verdict]", "dict[str, Verdict]"]  # verdicts of A and of
 
 
 class Difference(NamedTuple):
-    """One figure of a row of A and of a row of B over the same questions.
-
-    Attributes:
-        row, against: names of the rows of A and of B.
-        figure: `em`, `f1` or `em_prefix`.
-        ours, theirs: the means of A and of B, 0 to 1.
-        interval: mean and 95 % interval of A less B.
-    """
+    """A figure of a row of A and of a row of B over the same questions: means, 0 to 1, and the interval of A less B."""
 
     row: str
     against: str

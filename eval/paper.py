@@ -50,17 +50,15 @@ def main(
     therefore continues where it stopped. A step that fails is reported, and the other steps run.
     """
     from eval.harness.paper_plan import steps
+    from eval.harness.results import writable_folder
     from eval.report.__main__ import write_report
-    from mac_rag.errors import ConfigError, DataError
+    from mac_rag.errors import DataError
 
     planned = steps(scale, data, seed)
     if dry_run:
         show_plan(planned, scale, data, output)
         return
-    try:
-        output.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"--output {output} cannot be a folder: {error.strerror}") from None
+    writable_folder(output, "--output")
     records = run_steps(planned, output)
     failed = [record for record in records if record.status == "failed"]
     counts = {status: sum(record.status == status for record in records) for status in ("done", "failed", "not run")}

@@ -99,15 +99,7 @@ def main(
 
 @dataclass(frozen=True)
 class Named:
-    """Candidates for the source of one right answer, by document id.
-
-    Attributes:
-        gold: the question's document.
-        holders: the documents of the bank that hold the answer.
-        first: the first source.
-        most_attended: the source with most attention.
-        retrieved: the retriever's first document; None without one.
-    """
+    """Candidates for the source of one right answer, by document id; `holders` are all that hold the answer."""
 
     gold: str
     holders: frozenset[str]

@@ -156,13 +156,9 @@ def write_splits(
 
 @dataclass(frozen=True, slots=True)
 class Article:
-    """One news article.
+    """One news article: its number in the corpus, its title or "", its date as `YYYY-MM-DD`, and its paragraphs.
 
-    Attributes:
-        id: its number in the corpus.
-        title: its title; empty if the file gives none.
-        date: `YYYY-MM-DD`, or None if the file gives no valid one.
-        paragraphs: its text; empty paragraphs are kept, because questions name paragraphs by their position.
+    Empty paragraphs are kept, because questions name paragraphs by their position.
     """
 
     id: str

@@ -32,7 +32,6 @@ class Recipe(NamedTuple):
     """A recipe as it is written, not validated.
 
     Attributes:
-        values: its values.
         where: its file, and its stage in a pipeline, for messages.
         task: the task of a stage; None for a recipe that is a file of its own.
     """

@@ -66,15 +66,7 @@ def main(
 
 @dataclass(frozen=True)
 class StageRun:
-    """A stage in the folder of its pipeline.
-
-    Attributes:
-        stage: the stage.
-        number: its place in the pipeline, counted from 1.
-        count: number of stages in the pipeline.
-        recipe: its validated recipe.
-        folder: its folder.
-    """
+    """A stage in the folder of its pipeline, with its validated recipe and its place, counted from 1."""
 
     stage: Stage
     number: int

@@ -72,12 +72,7 @@ class CamelsWeights(TokenWeighting):
 
 @dataclass(frozen=True)
 class Lesson:
-    """One document to train on, as token ids.
-
-    Attributes:
-        document: `[L]`.
-        questions: prompt ids and answer ids of each question about the document.
-    """
+    """One document to train on, `[L]`, and prompt and answer of each question about it, as token ids."""
 
     document: Tensor
     questions: Sequence[tuple[Sequence[int], Sequence[int]]]

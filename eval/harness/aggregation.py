@@ -34,8 +34,7 @@ class AggregationMethod:
     """A method that aggregates a bank into phi* for each question.
 
     Attributes:
-        name: unique name of its row.
-        settings: settings of its row: the method, the entries of its bank, and M, the size of subgroups.
+        name, settings: those of its row: the method, the entries of its bank, and M, the size of subgroups.
         bank_bytes: size of the stored memory tokens.
         aggregate: maps encoded questions `[B, T, D]` to phi* `[B, T, D]`.
     """

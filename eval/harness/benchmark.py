@@ -151,16 +151,18 @@ def run_benchmark(
     Raises:
         ConfigError: for an invalid option, before the stream is loaded.
     """
-    from eval.harness.export import export_folder, export_records
+    from eval.harness.export import export_records
     from eval.harness.kept_answers import KeptAnswers, answer_source
     from eval.harness.protocol import run_protocol
-    from eval.harness.results import result_path
+    from eval.harness.results import result_path, writable_folder
     from mac_rag.engine import MACEngine
     from mac_rag.model import MACModel
     from mac_rag.retrieval.registry import make_retriever
 
     path = result_path(options["output"], experiment)
-    folder = None if options["export"] is None else export_folder(options["export"])
+    folder: Path | None = options["export"]
+    if folder is not None:
+        writable_folder(folder, "--export")
     ks = whole_numbers("--k", options["k"])
     memory_weights = _memory_weights(options["memory_weight"])
     retrievers: dict[str, Retriever] = {}

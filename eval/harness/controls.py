@@ -44,7 +44,6 @@ class Control:
     """One way to answer.
 
     Attributes:
-        name: name of its row.
         answer: maps the numbers of some questions to their answers.
         documents: ids of the documents that each question is answered from; empty for the whole bank.
         k: number of these documents; None for the whole bank.

@@ -11,7 +11,6 @@ LM may have read less if the row counts truncated prompts. Where memory alone an
 from __future__ import annotations
 
 import json
-import os
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -20,22 +19,6 @@ from typing import Any
 from eval.harness.results import Sample
 from mac_rag.atomic_files import write_text
 from mac_rag.data.types import Document
-from mac_rag.errors import ConfigError
-
-
-def export_folder(folder: Path) -> Path:
-    """Creates the output folder if missing. Call it before long work, so that an unwritable folder fails at once.
-
-    Raises:
-        ConfigError: if no file can be written there.
-    """
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"--export {folder} cannot be made a folder: {error.strerror}") from None
-    if not os.access(folder, os.W_OK):
-        raise ConfigError(f"--export {folder} cannot be written: no permission")
-    return folder
 
 
 def export_records(folder: Path, samples: Sequence[Sample], documents: Sequence[Document]) -> list[Path]:

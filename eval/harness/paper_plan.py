@@ -41,14 +41,7 @@ _PATH = re.compile(
 
 @dataclass(frozen=True)
 class TrainedModel:
-    """A model that a recipe leaves.
-
-    Attributes:
-        preset: name of the preset.
-        task: `train`, or `tune_qa` for the LM alone.
-        joint: True for a training with retrieved documents.
-        dataset: the data set that it is trained on.
-    """
+    """A model that a recipe leaves: for task `tune_qa` the LM alone; `joint` if trained with retrieved documents."""
 
     preset: str
     task: str
@@ -159,7 +152,6 @@ class Step:
 
     Attributes:
         name: name of the experiment, and of the data set unless it is newswire; unique among the steps.
-        experiment: name of the experiment.
         arguments: arguments of its command, without --output.
         missing: the reason why the step cannot run; empty if it can.
     """

@@ -104,13 +104,7 @@ def run_protocol(
 
 @dataclass(frozen=True)
 class _Query:
-    """A question with the documents before it.
-
-    Attributes:
-        prompt: the question and the documents as they fit into the LM's window.
-        document_ids: ids of all retrieved documents, best first.
-        truncated: True if the prompt lacks a part of them.
-    """
+    """A question with its documents as they fit into the LM's window (`prompt`), and the ids of all retrieved ones."""
 
     prompt: Prompt
     document_ids: tuple[str, ...]

@@ -40,11 +40,9 @@ BY_DATES = ("dates_f1", "dates_f1_low", "dates_f1_high")
 
 
 class Verdict(Config):
-    """The answer of one row to one question, and its scores.
+    """The answer of one row to one question, and its scores, 0 to 1, against the accepted answer that fits best.
 
     Attributes:
-        prediction: the answer.
-        em, f1, em_prefix: scores against the accepted answer that fits best, 0 to 1.
         retrieved: ids of the retrieved documents, best first.
         truncated: True if documents were shortened to fit into the LM's window.
     """
@@ -152,7 +150,6 @@ class Adaptation(Config):
     """Size and time of the adaptation to the stream.
 
     Attributes:
-        documents: number of documents.
         rows: number of rows of memory tokens written: one for each chunk of a document.
         chunked: number of documents longer than the model's limit.
         seconds: time of encoding the documents and writing them.
@@ -175,15 +172,7 @@ class Data(Config):
 
 
 class Model(Config):
-    """The model that was evaluated.
-
-    Attributes:
-        name: its name or path.
-        fingerprint: `MACModel.fingerprint`: which banks it can read.
-        answer_digest: `MACModel.answer_digest`: everything in it that changes an answer.
-        device: the device that it ran on.
-        config: its configuration.
-    """
+    """The model that was evaluated; `MACModel.fingerprint` and `MACModel.answer_digest` identify it."""
 
     name: str
     fingerprint: str
@@ -335,13 +324,22 @@ def result_path(output: Path | None, experiment: str) -> Path:
     path = output or Path("results") / f"{experiment}-{datetime.now():%Y%m%d-%H%M%S}.json"
     if path.is_dir():
         raise ConfigError(f"--output {path} is a folder; give the name of a file")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"--output {path} cannot be written: {error.strerror}") from None
-    if not os.access(path.parent, os.W_OK):
-        raise ConfigError(f"--output {path} cannot be written: no permission in {path.parent}")
+    writable_folder(path.parent, "--output")
     return path
+
+
+def writable_folder(folder: Path, option: str) -> None:
+    """Creates a folder if missing. Call it before long work, so that an unwritable folder fails at once.
+
+    Raises:
+        ConfigError: if no file can be written there; names the option.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"{option}: {folder} cannot be written: {error.strerror}; give another folder") from None
+    if not os.access(folder, os.W_OK):
+        raise ConfigError(f"{option}: {folder} cannot be written: no permission; give another folder")
 
 
 def _versions() -> dict[str, str]:

@@ -68,7 +68,6 @@ class Variant:
 
     Attributes:
         name: name of its row in the table.
-        recipe: the recipe of its training.
         settings: further settings of its row; `method` is the name unless it is among them.
         measures: figures of its row that were measured before.
     """

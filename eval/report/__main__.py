@@ -34,19 +34,16 @@ def write_report(folders: list[Path], path: Path) -> None:
 
     Raises:
         DataError: if the folders hold no result.
-        ConfigError: if the page cannot be written.
+        ConfigError: if the folder of the page cannot be written.
     """
+    from eval.harness.results import writable_folder
     from eval.report.collect import collect
     from eval.report.page import page
     from mac_rag.atomic_files import write_text
-    from mac_rag.errors import ConfigError
 
     text = page(collect(folders))
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_text(path, text)
-    except OSError as error:
-        raise ConfigError(f"--output {path} cannot be written: {error.strerror}") from None
+    writable_folder(path.parent, "--output")
+    write_text(path, text)
     say(f"Report: {path}")
 
 

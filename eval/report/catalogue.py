@@ -15,10 +15,7 @@ class Experiment:
 
     Attributes:
         name: name of the module, `eval.<name>`.
-        title: title of the section.
         source: table or figure of the paper; empty for an experiment that the paper does not have.
-        question: the question of the experiment, in a sentence or two.
-        plots: plots of its results.
         drawn_only: a setting; rows that have it are points of a plot and not in the table.
     """
 

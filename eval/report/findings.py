@@ -39,14 +39,7 @@ NOTHING = Check(0, 0, "", "")
 
 @dataclass(frozen=True)
 class Finding:
-    """A finding of the paper.
-
-    Attributes:
-        claim: the claim of the paper.
-        paper: the paper's own figures.
-        experiments: the experiments that it is checked on.
-        check: checks one result, of one data set.
-    """
+    """A claim of the paper with its own figures, and a check of it on the results of some experiments."""
 
     claim: str
     paper: str

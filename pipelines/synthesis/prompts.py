@@ -12,13 +12,9 @@ from pipelines.synthesis.candidates import SPAN_KINDS, Candidate, sentence_of
 
 @dataclass(frozen=True)
 class Conversation:
-    """Messages for an LM.
+    """An instruction for an LM, requests with the desired answers as examples, and the request that it is to answer.
 
-    Attributes:
-        instruction: the task.
-        examples: requests with the desired answers.
-        request: the last request, which the LM is to answer.
-        opening: beginning of its answer, which an LM of our own continues; empty for any beginning.
+    An LM of our own continues the `opening` of an answer; empty for any beginning.
     """
 
     instruction: str

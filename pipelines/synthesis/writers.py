@@ -140,11 +140,7 @@ def _messages(conversation: Conversation, takes_system: bool) -> list[Message]:
 class LlamaIndexWriter(Writer):
     """A LlamaIndex LLM, asked by its `achat`, a few requests at a time.
 
-    Args:
-        spec: `module:attr` of an LLM, or of a function without arguments that makes one.
-
-    Raises:
-        ConfigError: for what cannot be imported, and for anything but an LLM.
+    `spec` is the `module:attr` of an LLM, or of a function without arguments that makes one.
     """
 
     def __init__(self, spec: str) -> None:

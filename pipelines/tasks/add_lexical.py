@@ -20,11 +20,9 @@ _VECTORS = 8  # R, lexical vectors of each text: those of both shipped models
 
 
 class AddLexicalConfig(Config):
-    """A stage that adds lexical vectors to a model.
+    """A stage that adds lexical vectors to a MAC checkpoint, whose counts come from the training documents.
 
     Attributes:
-        start_from: a MAC checkpoint, name or folder.
-        data: the tokens of its training documents are counted.
         weight: weight of the lexical vectors' product beside the cosine in the document prior.
         store_dtype: dtype of the stored weights; see `mac_rag.lm.int8_storage` for int8.
     """

@@ -26,11 +26,8 @@ RIGHT = 0.5  # the F1 from which on an answer counts as right
 class Guess:
     """An answer whose confidence is examined.
 
-    Attributes:
-        question: the question.
-        answerable: False if the documents with its answer were taken out of the bank.
-        text: the answer.
-        right: True if its F1 with an accepted answer is at least 0.5: an answer with a word too many is no guess.
+    It is not `answerable` if the documents with its answer were taken out of the bank, and right if its F1 with an
+    accepted answer is at least 0.5: an answer with a word too many is no guess.
     """
 
     question: Question

@@ -134,7 +134,7 @@ class TestCommand:
         (tmp_path / "file").touch()
         code, _, errors = command("eval.paper", "--output", tmp_path / "file")
         assert code == 1
-        assert "cannot be a folder" in errors
+        assert "cannot be written" in errors
 
 
 def test_records_are_read_as_they_were_written(tmp_path: Path) -> None:
