@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import statistics
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -143,9 +145,6 @@ def _fill(place: Path, count: int, real: Path, model: str, rows: Any, seed: int)
 def _measure(
     place: Path, count: int, model: str, data: str | None, questions: int, seed: int, *, whole: bool
 ) -> dict[str, float]:
-    import statistics
-    from functools import partial
-
     from benchmarks.measure import memory, timed
     from eval.harness.streams import open_stream
     from mac_rag.engine import MACEngine
@@ -176,9 +175,6 @@ def _measure(
 
 def _whole(model: MACModel, bank: MemoryBank, asked: Sequence[str]) -> dict[str, float]:
     """The same questions from all rows, without the bounds of the view."""
-    import statistics
-    from functools import partial
-
     import torch
 
     from benchmarks.large_banks import UnboundedBank
@@ -200,9 +196,6 @@ def _whole(model: MACModel, bank: MemoryBank, asked: Sequence[str]) -> dict[str,
 
 def _published(place: Path, count: int, model: str, data: str | None, questions: int, seed: int) -> dict[str, float]:
     """The same questions as the published implementation aggregates them: all rows are projected for each."""
-    import statistics
-    from functools import partial
-
     import torch
 
     from benchmarks.measure import timed
