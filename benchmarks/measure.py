@@ -31,10 +31,10 @@ def medians(ours: Callable[[], Any], theirs: Callable[[], Any], rounds: int) -> 
     """Median seconds of two functions, timed in turns after one warm-up each, so that a slow phase affects both."""
     times: tuple[list[float], list[float]] = ([], [])
     for turn in range(rounds + 1):
-        for seconds_of_run, run in zip(times, (ours, theirs), strict=True):
-            seconds = _seconds(run)
+        for seconds, run in zip(times, (ours, theirs), strict=True):
+            elapsed, _ = timed(run)
             if turn > 0:
-                seconds_of_run.append(seconds)
+                seconds.append(elapsed)
     return statistics.median(times[0]), statistics.median(times[1])
 
 
@@ -47,11 +47,10 @@ def usage(run: Callable[[], _Result], device: torch.device, rounds: int) -> tupl
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device) if device.type == "cuda" else memory("VmRSS")
-    results: list[_Result] = []
-    first = _seconds(lambda: results.append(run()))
+    first, result = timed(run)
     peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else memory("VmHWM")
-    seconds = first if first > _LONG_SECONDS else statistics.median(_seconds(run) for _ in range(rounds))
-    return Usage(seconds, peak - before), results[0]
+    seconds = first if first > _LONG_SECONDS else statistics.median(timed(run)[0] for _ in range(rounds))
+    return Usage(seconds, peak - before), result
 
 
 def in_child(function: Callable[_Arguments, _Result], *args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
@@ -70,10 +69,6 @@ def timed(run: Callable[[], _Result]) -> tuple[float, _Result]:
     if torch.cuda.is_available():
         torch.cuda.synchronize()
     return time.perf_counter() - began, result
-
-
-def _seconds(run: Callable[[], Any]) -> float:
-    return timed(run)[0]
 
 
 def memory(field: str) -> int:

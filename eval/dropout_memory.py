@@ -107,14 +107,8 @@ def memory_rows(model: MACModel, stream: QADataset, counts: list[int], seed: int
         batch = first_batch(model, stream, count)
         for share in (*SHARES, MINIMUM):
             ratio = 1 - 1 / count if isinstance(share, str) else share
-            peak = step_memory(model, batch, ratio, seed)
-            rows.append(
-                Row(
-                    name=f"K = {count}, p = {share}",
-                    settings={"K": count, "p": share},
-                    measures={"peak_mb": peak / 1e6},
-                )
-            )
+            measures = {"peak_mb": step_memory(model, batch, ratio, seed) / 1e6}
+            rows.append(Row(name=f"K = {count}, p = {share}", settings={"K": count, "p": share}, measures=measures))
     return rows
 
 

@@ -45,7 +45,8 @@ class Costs:
                 of a memory in the prompt, over the sample; and `gflop`, billions of operations until the first token,
                 over the sample.
         """
-        tokens = sum(len(prompt.ids) * self._readings(prompt, weight) for prompt in prompts) / len(prompts)
+        ensemble = weight is not None and weight < 1  # of the LM with memory and without: it reads documents twice
+        tokens = sum(len(prompt.ids) * (2 if ensemble and prompt.contexts else 1) for prompt in prompts) / len(prompts)
         sample = [prompt for prompt in prompts if prompt.question in self._sample][:_SAMPLE]
         model = self._engine.model
         operations = 0.0
@@ -57,10 +58,6 @@ class Costs:
             operations += flops(first_token)
         mean = operations / len(sample) + (0.0 if weight is None else self._of_memory)
         return {"lm_tokens": tokens, "gflop": mean / 1e9}
-
-    def _readings(self, prompt: FittedPrompt, weight: float | None) -> int:
-        """How often the LM reads a prompt: twice for an ensemble of the LM with memory and without."""
-        return 2 if weight is not None and weight < 1 and prompt.contexts else 1
 
 
 def flops(compute: Callable[[], object]) -> int:

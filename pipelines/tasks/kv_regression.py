@@ -111,7 +111,9 @@ def init_by_kv_regression(model: MACModel, data: QADataset) -> None:
     with _progress_bar("read documents", len(rows_read)) as bar:
         states = [_states(network, row, bar.advance) for row in rows_read]
     if isinstance(prefix, PromptTuning):
-        _take_words_as_they_are(network)
+        # A memory token starts as the state of the word in the middle of its stretch; all words have the same room.
+        network.log_reach.fill_(math.log(_WORD_REACH))
+        network.mlps.outer.zero_()
     else:
         _fit_salience(network, rows, rows_read, states)
     count = len(network.queries)
@@ -194,12 +196,6 @@ def _fit_salience(
     weight, bias = ridge.solve()
     network.salience.weight.copy_(weight.T)
     network.salience.bias.copy_(bias)
-
-
-def _take_words_as_they_are(network: EncoderPooling) -> None:
-    """A memory token starts as the state of the word in the middle of its stretch, and all words have the same room."""
-    network.log_reach.fill_(math.log(_WORD_REACH))
-    network.mlps.outer.zero_()
 
 
 def _fit_prompt(
