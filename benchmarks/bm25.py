@@ -80,9 +80,9 @@ def main(
             retriever.retrieve(texts[:1], k)
             change = time.perf_counter() - began
             rows[engine] = first, question_ms, allowed_ms, 1000 * change
-        for engine, (first, question_ms, allowed_ms, change_ms) in rows.items():
+        for name, (first, question_ms, allowed_ms, change_ms) in rows.items():
             times = f"{first:.2f}", f"{question_ms:.3f}", f"{allowed_ms:.3f}", f"{change_ms:.2f}"
-            table.add_row(f"{size:,}", engine, *times, f"{rows['rank_bm25'][1] / question_ms:.0f}x")
+            table.add_row(f"{size:,}", name, *times, f"{rows['rank_bm25'][1] / question_ms:.0f}x")
         for found in (retrieved, restricted):
             if found["rank_bm25"] != found["incremental"][: len(found["rank_bm25"])]:
                 raise MACError(f"rank_bm25 and our index retrieve different documents among {size}")

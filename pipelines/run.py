@@ -84,19 +84,24 @@ class StageRun:
         return (self.folder / "last").exists()
 
     @property
-    def state(self) -> str:
-        from pipelines.checkpoints import finished_steps
+    def changes(self) -> list[str]:
+        """Differences between its recipe and that of the run in its folder."""
         from pipelines.recipe import changes_since
 
+        return changes_since(self.folder, self.recipe.model_dump(mode="json"))
+
+    @property
+    def state(self) -> str:
+        from pipelines.checkpoints import finished_steps
+
         trainer = getattr(self.recipe, "trainer", None)
-        changes = changes_since(self.folder, self.recipe)
-        if changes:
-            return f"begun with another configuration: {'; '.join(changes)}"
+        if self.changes:
+            return f"begun with another configuration: {'; '.join(self.changes)}"
         if self.done:
             return "done"
-        if trainer is None:
+        if trainer is None or not self.folder.exists():
             return "to do"
-        return f"step {finished_steps(self.folder)} of {trainer.steps}" if self.folder.exists() else "to do"
+        return f"step {finished_steps(self.folder)} of {trainer.steps}"
 
 
 def plan(stages: Sequence[Stage], folder: Path) -> list[StageRun]:
@@ -127,15 +132,13 @@ def check(runs: Sequence[StageRun]) -> None:
             done; it names the folders to delete.
     """
     from mac_rag.errors import ConfigError
-    from pipelines.recipe import changes_since
 
     for run in runs:
         later = [other for other in _built_on(run, runs) if other.folder.exists()]
-        changes = changes_since(run.folder, run.recipe)
-        if changes:
+        if run.changes:
             stale = " ".join(str(other.folder) for other in (run, *later))
             raise ConfigError(
-                f"{run.title} has begun with another configuration: {'; '.join(changes)}. Undo the change, choose "
+                f"{run.title} has begun with another configuration: {'; '.join(run.changes)}. Undo the change, choose "
                 f"another --output, or delete what depends on it: {stale}"
             )
         if later and not run.done:
