@@ -15,8 +15,7 @@ import torch
 _Arguments = ParamSpec("_Arguments")
 _Result = TypeVar("_Result")
 
-# A longer run is not repeated only to measure its time.
-_LONG_SECONDS = 10.0
+_LONG_SECONDS = 10.0  # a longer run is not repeated only to measure its time
 
 
 @dataclass(frozen=True)

@@ -48,6 +48,7 @@ def main(
     counts: Annotated[
         str, typer.Option("--k", help="Documents K of a training batch, separated by commas.")
     ] = "1,2,4,8,16,32",
+    trainings: Annotated[bool, typer.Option(help="Also train, for the table of answers by p.")] = True,
     steps: StepsOption = None,
     learning_rate: TrainingRateOption = None,
     documents: DocumentsOption = None,
@@ -71,7 +72,7 @@ def main(
     from eval.harness.variants import Training, Variant, run_variants
 
     training = Training(setup.model, data, path.parent / "variants", seed, steps, scale, learning_rate)
-    table = TABLE[scale]
+    table = TABLE[scale] if trainings else {}
     longest = max([*sizes, *(count for count, _, _ in table.values())])
     stream = open_stream(data, "train", longest, seed=seed, scale=scale)[0]
     loaded = _to_train(setup.model)
@@ -91,6 +92,7 @@ def main(
         batch_size=batch_size,
         options=setup.options(context.params),
         further=rows,
+        not_run={} if trainings else {"the table of answers by p": "--no-trainings was given"},
     )
 
 

@@ -19,10 +19,8 @@ if TYPE_CHECKING:
     from mac_rag.data.types import Answer, QADataset, Source
     from mac_rag.engine import MACEngine
 
-# Sources that are ranked; more than anybody reads, so that the one with most attention is among them.
-_RANKED = 10
-# Quotes of each way to answer in the result.
-_QUOTED = 10
+_RANKED = 10  # sources; more than a reader reads, so that the one with most attention is among them
+_QUOTED = 10  # quotes of each way to answer in the result
 
 
 def main(

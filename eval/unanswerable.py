@@ -13,8 +13,7 @@ from eval.harness.command import BatchOption, DeviceOption, OutputOption, SeedOp
 from eval.harness.streams import DataOption, open_stream
 from mac_rag.cli.run import run_command
 
-# Points of the risk-coverage curve.
-COVERAGES = (0.2, 0.4, 0.6, 0.8, 1.0)
+COVERAGES = (0.2, 0.4, 0.6, 0.8, 1.0)  # points of the risk-coverage curve
 
 
 def main(

@@ -31,9 +31,7 @@ from mac_rag.retrieval import BM25Retriever
 
 MEMORY = "memory"
 SIDE_BY_SIDE = 3  # rows whose memory tokens stand side by side
-# Rows with the highest prior, among which the one with most attention is looked for.
-_PRESELECTED = 8
-
+_PRESELECTED = 8  # rows with the highest prior, one of which has most attention
 _QUESTIONS = 32  # that are scored at a time
 
 Documents = tuple[str, ...]  # ids

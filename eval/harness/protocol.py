@@ -33,8 +33,7 @@ from mac_rag.memory.known_documents import KnownDocuments
 from mac_rag.progress import progress_bar
 from mac_rag.retrieval import Hit, Retriever
 
-# Batches that are generated between two writes of kept answers: few enough to lose little.
-_GROUP = 4
+_GROUP = 4  # batches between two writes of kept answers: few enough to lose little
 _TIMES_UNUSED = ", times unused"  # after the name of a row
 
 
