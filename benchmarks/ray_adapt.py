@@ -101,7 +101,7 @@ def _are_equal(one: BankEntry, other: BankEntry) -> bool:
 
 
 def _versions(documents: Sequence[Document], count: int) -> Iterator[Document]:
-    """So many documents: the given ones, and then new versions of them."""
+    """Yields `count` documents: the given ones, then new versions of them."""
     from mac_rag.data.types import Document
 
     for number in range(count):

@@ -1,4 +1,4 @@
-"""What could take the memory's place: `python -m eval.controls --help`."""
+"""Controls of a memory: could other sources take its place? `python -m eval.controls --help`."""
 
 from __future__ import annotations
 

@@ -191,7 +191,7 @@ def mac_loss(
 
 
 def _seen(gold_hidden: Sequence[bool], gold: Tensor, rows: int) -> Tensor | None:
-    """Which rows of the bank each question sees, `[B, rows]`, as `Batch.gold_hidden` says; None for all."""
+    """Rows of the bank that each question sees, bool `[B, rows]`, as `Batch.gold_hidden` says; None for all."""
     if not any(gold_hidden):
         return None
     hidden = torch.tensor(gold_hidden, device=gold.device)
@@ -199,7 +199,7 @@ def _seen(gold_hidden: Sequence[bool], gold: Tensor, rows: int) -> Tensor | None
 
 
 def _needed(batch: Batch, scores: Tensor) -> Tensor:
-    """Which of the known documents each question needs, bool `[B, K]` as the document prior's scores."""
+    """Known documents that each question needs, bool `[B, K]` as the document prior's scores."""
     further = batch.further or [()] * len(batch.gold)
     needed = torch.zeros_like(scores, dtype=torch.bool)
     for row, (gold, others) in enumerate(zip(batch.gold, further, strict=True)):

@@ -19,24 +19,24 @@ from pipelines.checkpoints import require_same_shapes
 
 
 class TrainerConfig(Config):
-    """How long and how fast to train; every pipeline's YAML has these under `trainer:`.
+    """Length, speed and intervals of a training; every pipeline's YAML has these under `trainer:`.
 
     Attributes:
         steps: optimiser steps.
         batch_size: examples of one forward pass on one process.
         accumulate: forward passes per optimiser step; gradients are averaged over them.
         warmup_steps: steps of linear warm-up, after which `schedule` applies (constant in the paper).
-        schedule_steps: step at which the schedule ends; None for the last step. With a later step, the run does not
-            end at a rate of zero, which helps a run that starts from it.
-        average_from: share of the steps from which on the mean of the weights is taken, which replaces the last weights
-            when the run ends; None for the last weights themselves.
+        schedule_steps: step at which the schedule ends; None for the last step. With a later step, the run does not end
+            at a rate of zero, which helps a run that starts from it.
+        average_from: share of the steps after which the weights are averaged; at the end, their mean replaces the last
+            weights. None for no mean.
         clip: largest gradient norm; longer gradients are scaled down.
         precision: `fp32`, or `bf16` for mixed precision.
         validate_every, save_every, log_every: intervals in steps.
         best: name of the validation figure that chooses the best checkpoint.
         best_mode: `max` if a higher figure is better, `min` if a lower one is.
         cpu: True to train on the CPU even if there is a GPU.
-        parallel: how several processes share the work: each has the whole model (`ddp`), or a part of its parameters,
+        parallel: the share of each of several processes: the whole model (`ddp`), or a part of its parameters,
             gradients and optimiser state (`fsdp`). One process trains as it does with `ddp`.
         offload: with `fsdp`, keep the parts in the CPU's memory.
         gradient_checkpointing: keep only the inputs of a transformer's layers, and compute the rest again in the

@@ -108,7 +108,7 @@ class Controls:
         yield self._text(names[1], [(document_id,) for document_id in known])
 
     def _against_side_by_side(self) -> str | None:
-        """Why the LM cannot read several rows of memory tokens side by side; None if it can."""
+        """The reason why the LM cannot read several rows of memory tokens side by side; None if it can."""
         model = self.engine.model
         if model.config.modulation.kind not in ("prefix", "prompt") or model.config.modulation.attention_sink:
             return "only a prefix without an attention sink, and a prompt, may have more than T tokens"

@@ -53,11 +53,11 @@ _UNANSWERED = 40  # characters of its document that are predicted after a questi
 
 
 class _Start(NamedTuple):
-    """How aggregation starts.
+    """First weights of aggregation.
 
     Attributes:
-        mark: size of the vectors that tell memory tokens apart, beside the tokens.
-        sharp: how much more those vectors count where attention compares.
+        mark: size of the vectors that tell memory tokens apart, relative to the tokens.
+        sharp: factor on those vectors in the comparisons of attention.
         prior_scale: weight of the document prior.
     """
 

@@ -118,7 +118,7 @@ class Report:
         return json.dumps(asdict(self), indent=2) + "\n"
 
     def tables(self) -> tuple[Table, Table]:
-        """What was kept of each kind of question and of all, and what each check dropped."""
+        """Kept questions of each kind and of all, and questions that each check dropped."""
         from rich.table import Table
 
         kinds = Table("kind of question", "asked for", "kept", "share", "answers in the document")
