@@ -22,7 +22,7 @@ from mac_rag.cli.terminal import say
 if TYPE_CHECKING:
     import httpx
 
-# Of 100 requests of the mixed load, how many are of which kind.
+# Number of requests of each kind among 100 of the mixed load.
 MIXED = {"ask": 70, "stream": 15, "put": 10, "delete": 5}
 _PARTS = 8  # of the mixed load
 _EVERY = 2.0  # seconds between two measurements of memory

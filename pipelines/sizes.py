@@ -98,7 +98,7 @@ def empty_model(config: MACConfig) -> MACModel:
             alike = backbone.config.vocab_size == described.vocab_size
             tokenizer = base_lm.tokenizer if alike else _tokenizer(backbone.config.vocab_size)
             encoders.append(make_encoder(config, part, backbone, tokenizer, base_lm))
-        # Sizes do not depend on how prompts are written, and a stand-in has no chat template.
+        # Templates of prompts change no size, and the stand-in for a tokenizer has no chat template.
         return MACModel(config.model_copy(update={"prompt": PromptFormat()}), base_lm, *encoders)
 
 
@@ -206,7 +206,7 @@ def _train(model: MACModel, parts: dict[str, Part], recipe: TrainConfig) -> None
     rows = documents + min(recipe.negatives, recipe.distractors * questions)
     projecting, asking, kept = _aggregation(model, rows, questions, number)
     add(AGGREGATION, 3 * (rows * projecting + questions * asking), kept)
-    # Rows, tokens of their prompt and of what they write, for each term of the loss.
+    # For each term of the loss: number of rows, tokens of their prompt and of their target.
     after_documents = (questions, QUESTION_TOKENS + retrieved * read, ANSWER_TOKENS)
     passes = [after_documents] * (bool(losses.answer) + bool(losses.aggregated_distillation))
     passes += [(questions, QUESTION_TOKENS, ANSWER_TOKENS)] * (bool(losses.direct) + bool(losses.distillation))
@@ -276,7 +276,7 @@ def _lm(model: MACModel, read: int, logits: int, number: int = 4, again: bool = 
     head, prefix = config.hidden_size * config.vocab_size, model.modulation.prefix_length
     number = min(number, lm.dtype.itemsize)
     flops, kept = _layers(config, _matrices(lm.model) - head, read, read + prefix, number, again)
-    # A prefix is kept as it is generated, turned, and in the LM's dtype.
+    # A prefix is kept three times: as generated, rotated, and in the LM's dtype.
     kept += prefix * shape.layers * 2 * shape.kv_heads * shape.head_width * (number + 12)
     return flops + 2 * head * logits, kept + logits * config.vocab_size * (number + 8)
 

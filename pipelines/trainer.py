@@ -18,7 +18,7 @@ from datetime import timedelta
 from pathlib import Path
 
 import torch
-import torch.distributed.nn  # imported later, as by DDP, its functions' defaults would hold the process group
+import torch.distributed.nn  # a later import, as by DDP, would bind the process group in its defaults
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedDataParallelKwargs, InitProcessGroupKwargs, ProjectConfiguration, gather_object

@@ -110,7 +110,7 @@ class KeptAnswers:
                     self._take(line, f"{path}, line {number}")
                 if cut[: len(_START)] != _START[: len(cut)]:
                     self._take(cut, f"{path}, line {len(lines) + 1}")
-                file.truncate(file.tell() - len(cut))  # what an interruption cut off
+                file.truncate(file.tell() - len(cut))  # a last line that an interruption has cut
         except OSError as error:
             raise ConfigError(f"--answers {path} cannot be written: {error.strerror}") from None
 

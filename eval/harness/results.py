@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 SCHEMA_VERSION = 3
 _LARGEST = 1 << 30  # bytes of a result, and of its samples
 PACKAGES = ("mac-rag", "torch", "transformers", "tokenizers", "safetensors", "numpy", "rank-bm25", "PyStemmer")
-# Measures of a row that asks as of the moments of its questions: the gain in F1 over the row without, and its interval.
+# Measures of a dated row: its gain in F1 over the undated row, and the interval of the gain.
 BY_DATES = ("dates_f1", "dates_f1_low", "dates_f1_high")
 
 

@@ -14,7 +14,7 @@ from eval.report.figures import figure, label, with_figure, written
 FINE_TUNING = ("Uniform", "Salient Spans", "CaMeLS")
 # Percent of the F1 that count as "most of the accuracy"; the paper keeps 93.2 % with subgroups of 16.
 MOST = 90.0
-# Relative difference between two measurements of one peak that an allocator may cause.
+# Relative difference that an allocator may cause between two measurements of one peak.
 SLACK = 0.01
 
 

@@ -15,7 +15,7 @@ from eval.report.catalogue import Experiment
 from eval.report.figures import SCORES, column, figure, label, written
 from mac_rag.config import Config
 
-# Our names of what the paper calls otherwise, both normalised by `_plain`.
+# Our names -> the names of the paper, if they differ; both normalised by `_plain`.
 SAME = {
     "llama27bhf": "llama27b",
     "squadseq": "squad",

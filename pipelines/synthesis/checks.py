@@ -10,7 +10,7 @@ from mac_rag.data.metrics import f1, normalize
 from pipelines.synthesis.candidates import SPAN_KINDS
 from pipelines.synthesis.prompts import EXAMPLE_NAMES, Written
 
-# The checks in the order in which they are made, and what each finds. A pair counts for the first one that it fails.
+# The checks in their order, and their findings. A pair counts for the first check that it fails.
 CHECKS = {
     "malformed": "no question, or no answer, was written",
     "outside": "the question refers to the passage, or to “he” without a name",
@@ -21,8 +21,8 @@ CHECKS = {
 }
 AGREEMENT = 0.5  # least F1 of the LM's own answer on the answer
 _SUPPORTED = 0.8  # least share of an answer's words that the document holds
-_NEW = 0.5  # least share of an answer's words that its question has not; small LMs like to say the question again
-_NEAR = 0.8  # least share of common words, of all words of two questions that are nearly the same
+_NEW = 0.5  # least share of an answer's words that its question lacks; small LMs like to repeat the question
+_NEAR = 0.8  # share of common words from which two questions are nearly the same
 
 _THE_TEXT = re.compile(
     r"\b(?:this|the|that|these|given|above|following|provided) (?:given |above |following |provided )?"

@@ -42,7 +42,7 @@ _SALT = (
     "first made it in 1874. It melts at 61 degrees and is used in glazes, since it makes them shine. Today about 900 "
     "tonnes of it are sold each year, most of them to potters in Portugal."
 )
-# What the examples are about, by single words.
+# Subjects of the examples, as single words.
 EXAMPLE_NAMES = frozenset({"kestrel", "solvane", "ardenne", "lindqvist"})
 _TO_ANSWER = (
     "Write one question about the passage whose answer is the given answer. Name what the question is about. Do not "
@@ -95,7 +95,7 @@ _EXAMPLES = {
     ),
 }
 _TO_ANSWER_FORM = "Passage: {passage}\n\nSentence: {sentence}\n\nAnswer: {answer}\n\nBegin with: {opening}"
-# Whether the answer is short: instruction, and questions about the first example with their answers.
+# For short answers (True) and others: instruction, and questions about the first example with their answers.
 _READING = {
     True: (
         "Answer the question with a few words from the passage.",

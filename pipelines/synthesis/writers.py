@@ -30,7 +30,7 @@ _LEAST_PASSAGE = 32
 _ROOM = 160  # tokens for a question, its answer and the sentence around it, beside passage and examples
 _CPU_BATCH, _GPU_BATCH = 4096, 65536  # padded tokens of a batch
 _WORKERS = 4  # requests to a LlamaIndex LLM at the same time
-_BASE_STOP = "\n\n"  # ends what an LM without a chat template writes
+_BASE_STOP = "\n\n"  # ends the text of an LM without a chat template
 
 
 class Passage(NamedTuple):

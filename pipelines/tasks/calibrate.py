@@ -19,7 +19,7 @@ from mac_rag.engine import MACEngine
 from mac_rag.model.calibration import Calibration, Logistic, Mode
 from mac_rag.progress import progress_bar
 
-RIGHT = 0.5  # the F1 from which on an answer counts as right
+RIGHT = 0.5  # least F1 of a right answer
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,7 @@ from pipelines.corpora.qa_data import DataConfig
 from pipelines.tasks.add_lexical import rebuilt
 from pipelines.tasks.train import moment
 
-_QUESTIONS = 2  # of each document, at most: for a handful of numbers, other documents say more than further questions
+_QUESTIONS = 2  # of each document, at most: other documents teach a handful of numbers more than further questions
 _TOGETHER = 256  # texts that are encoded, or compared with all documents, at a time
 _YEARS_START = YearsConfig(weight=1.0, decay=3.0)
 _NEVER = 1e5  # years

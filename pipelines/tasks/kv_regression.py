@@ -139,7 +139,7 @@ def init_by_kv_regression(model: MACModel, data: QADataset) -> None:
             linear.weight.add_(linear.weight @ along, alpha=start.sharp - 1)
         if block.prior_scale is not None:
             block.prior_scale.fill_(start.prior_scale)
-    if isinstance(prefix, PrefixTuning):  # in a prompt, tokens see the question, and tell by themselves if they answer
+    if isinstance(prefix, PrefixTuning):  # tokens in a prompt see the question, and need no marks
         fit_slot_marks(model, data)
     model.train(training)
 

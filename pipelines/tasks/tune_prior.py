@@ -32,7 +32,7 @@ _LENGTH_RATIO = 1.5  # largest ratio of the longest to the shortest text that th
 _GROUP = 80  # consecutive documents with one title that stay together in a batch, at most: a third of mac-small's 240
 _QUESTIONS = 2  # drawn for each document of a batch
 _TOGETHER = 256  # held-out texts that are encoded at a time
-# Learning rates of what compares texts, as multiples of the encoder's, which is trained already: it hardly has to move.
+# Learning rates of the prior's own weights, in those of the encoder, which is trained already and hardly has to move.
 _PROJECTIONS, _SCALE, _LEXICAL_WEIGHT = 3.0, 10.0, 100.0
 
 

@@ -31,7 +31,7 @@ from pipelines.tasks.open_book import reading_scores
 from pipelines.tasks.pointer import init_pointer_head, last_attention, places_of, pointer_loss
 from pipelines.trainer import Task, TrainerConfig, shuffled
 
-_COUNTED, _READ = 2048, 32  # training questions whose answer tokens are counted; those of them whose prompts are read
+_COUNTED, _READ = 2048, 32  # training questions whose answers are counted, and whose prompts are read
 LORA_RANK = 16  # of low-rank updates of an LM, as in LoRA's experiments on wide LMs (Hu et al., 2022)
 # Largest share of document tokens that a question does not attend to, where the documents are question-blind; drawn
 # uniformly for each question. A memory holds fewer vectors than a text has tokens.
@@ -77,7 +77,7 @@ class TuneConfig(Config):
         changes = {"base_lm": values["base_lm"]} if "base_lm" in values else {}
         base_lm = preset_values(values.pop("preset"), changes)["base_lm"]
         if isinstance(base_lm, Mapping):
-            # What is trained cannot be quantised; the preset's own quantisation is for MAC, which leaves the LM frozen.
+            # Trained weights cannot be quantised; the preset's quantisation is for MAC, which leaves the LM frozen.
             base_lm = {**base_lm, "quantization": changes.get("base_lm", {}).get("quantization", "none")}
         return {**values, "base_lm": base_lm}
 
