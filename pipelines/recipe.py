@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple, TypeVar
 
@@ -102,7 +102,7 @@ def _stage_recipe(name: str) -> Recipe:
     raise ConfigError(f"no recipe {name!r}: neither a file nor one of {', '.join(recipe_names())}")
 
 
-def keep_recipe(values: Mapping[str, Any], output: Path) -> None:
+def keep_recipe(config: Config, output: Path) -> None:
     """Writes the configuration of a run into its folder, or checks that the run in the folder has the same.
 
     Raises:
@@ -111,11 +111,11 @@ def keep_recipe(values: Mapping[str, Any], output: Path) -> None:
     path = output / _KEPT
     output.mkdir(parents=True, exist_ok=True)
     new = output / f".config.{os.getpid()}"
-    new.write_text(yaml.safe_dump(dict(values), sort_keys=False))
+    new.write_text(yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False))
     try:
         os.link(new, path)  # atomic, because several processes may do this at the same time
     except FileExistsError:
-        changes = changes_since(output, values)
+        changes = changes_since(output, config)
         if changes:
             raise ConfigError(
                 f"{output} holds a run of another configuration: {'; '.join(changes)}. Choose another --output, or "
@@ -125,15 +125,16 @@ def keep_recipe(values: Mapping[str, Any], output: Path) -> None:
         new.unlink()
 
 
-def changes_since(output: Path, values: Mapping[str, Any]) -> list[str]:
+def changes_since(output: Path, config: Config) -> list[str]:
     """Differences between a configuration and that of the run in a folder; none if the folder has no run."""
     path = output / _KEPT
     if not path.exists():
         return []
     try:
-        return list(_differences(read_mapping(path), values, ""))
+        stored = type(config).parse(read_mapping(path), path)
     except ConfigError as error:
         return [str(error)]
+    return list(_differences(stored.model_dump(mode="json"), config.model_dump(mode="json"), ""))
 
 
 def _differences(old: Any, new: Any, name: str) -> Iterator[str]:

@@ -88,7 +88,7 @@ class StageRun:
         """Differences between its recipe and that of the run in its folder."""
         from pipelines.recipe import changes_since
 
-        return changes_since(self.folder, self.recipe.model_dump(mode="json"))
+        return changes_since(self.folder, self.recipe)
 
     @property
     def state(self) -> str:

@@ -199,7 +199,7 @@ def trained(recipe: TrainConfig, runs: Path) -> MACModel:
     place = runs / _digest(recipe.model_dump_json())
     with _locked(place):
         if not (place / "last").exists():
-            keep_recipe(recipe.model_dump(mode="json"), place)
+            keep_recipe(recipe, place)
             Trainer(TrainTask(recipe), recipe.trainer, place).run()
     return MACModel.from_pretrained(place / "best")
 

@@ -61,5 +61,5 @@ def run_task(task: str, recipe: Config, output: Path, label: str = "train") -> N
     Raises:
         ConfigError: if the folder holds a run of another recipe.
     """
-    keep_recipe(recipe.model_dump(mode="json"), output)
+    keep_recipe(recipe, output)
     TASK_KINDS[task].run(with_stage_folders(recipe, output.parent), output, label)

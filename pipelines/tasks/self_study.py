@@ -16,8 +16,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pydantic import Field
+
 from mac_rag.atomic_files import make_folder, sealed, sync_folder, unsealed, write_file, write_text
 from mac_rag.cli.terminal import say
+from mac_rag.config import Config
 from mac_rag.data.characters import check_text, shown_id
 from mac_rag.data.provenance import check_document, content_hash
 from mac_rag.data.readers import find_files, read_documents
@@ -40,8 +43,7 @@ _LARGEST_GROUP, _LARGEST_REPORT = 64 << 20, 1 << 16  # bytes
 Row = dict[str, Any]
 
 
-@dataclass(frozen=True)
-class Settings:
+class SelfStudyConfig(Config):
     """Everything that determines the questions.
 
     Attributes:
@@ -55,7 +57,7 @@ class Settings:
 
     documents_sha256: str
     lm: str
-    per_passage: int
+    per_passage: int = Field(ge=1)
     own_answers: bool
     seed: int
     prompts_sha256: str
@@ -189,7 +191,7 @@ def study(
         ModelLoadError, WorkerError: if the LM cannot be loaded, or fails.
     """
     documents = _checked(read_documents(find_files(paths))[:limit])
-    settings = Settings(
+    config = SelfStudyConfig(
         documents_sha256=_digest(content_hash(document) + document.id for document in documents),
         lm=lm,
         per_passage=per_passage,
@@ -198,10 +200,10 @@ def study(
         prompts_sha256=_digest(Path(str(module.__file__)).read_text() for module in (candidates, prompts, checks)),
     )
     make_folder(output)
-    keep_recipe(asdict(settings), output)
+    keep_recipe(config, output)
     finished = read_report(output / "study.json")
     if finished is None:
-        rows = _all_rows(documents, settings, output / "groups", make_writer(lm))
+        rows = _all_rows(documents, config, output / "groups", make_writer(lm))
         finished = _finish(documents, rows, output)
     shutil.rmtree(output / "groups", ignore_errors=True)
     return finished
@@ -232,9 +234,9 @@ def _checked(documents: list[Document]) -> list[Document]:
     return documents
 
 
-def _all_rows(documents: Sequence[Document], settings: Settings, folder: Path, writer: Writer) -> list[Row]:
+def _all_rows(documents: Sequence[Document], config: SelfStudyConfig, folder: Path, writer: Writer) -> list[Row]:
     """The rows of all groups, those of an earlier run included; first shows the costs."""
-    asked = list(_plan(documents, settings, writer))
+    asked = list(_plan(documents, config, writer))
     groups = [asked[first : first + _GROUP] for first in range(0, len(asked), _GROUP)]
     cost = sum(writer.tokens(each.passage, each.candidate.kind) for each in asked)
     say(
@@ -249,7 +251,7 @@ def _all_rows(documents: Sequence[Document], settings: Settings, folder: Path, w
             path = folder / f"{number:06}.json"
             known = _read_group(path, group)
             if known is None:
-                known = _written(group, settings, writer)
+                known = _written(group, config, writer)
                 write_text(path, sealed({"rows": known}).decode())
             rows += known
             bar.advance(len(group))
@@ -257,16 +259,16 @@ def _all_rows(documents: Sequence[Document], settings: Settings, folder: Path, w
     return rows
 
 
-def _plan(documents: Sequence[Document], settings: Settings, writer: Writer) -> Iterator[_Asked]:
+def _plan(documents: Sequence[Document], config: SelfStudyConfig, writer: Writer) -> Iterator[_Asked]:
     """All questions to write, document by document."""
     for document in documents:
         for number, passage in enumerate(writer.passages(document.text), 1):
-            rng = random.Random(f"{settings.seed}/{document.id}/{number}")
-            for place, candidate in enumerate(choose_candidates(passage.text, settings.per_passage, rng), 1):
+            rng = random.Random(f"{config.seed}/{document.id}/{number}")
+            for place, candidate in enumerate(choose_candidates(passage.text, config.per_passage, rng), 1):
                 yield _Asked(f"{document.id}/{number}.{place}", document.id, passage, candidate)
 
 
-def _written(group: Sequence[_Asked], settings: Settings, writer: Writer) -> list[Row]:
+def _written(group: Sequence[_Asked], config: SelfStudyConfig, writer: Writer) -> list[Row]:
     """Lets the LM write the questions of a group: a row for each, with the first check that it fails, if any."""
     texts = writer.write(
         [asking(each.passage.text, each.candidate) for each in group],
@@ -284,7 +286,7 @@ def _written(group: Sequence[_Asked], settings: Settings, writer: Writer) -> lis
             continue
         row |= {"question": pair.question, "answer": pair.answer, "stands": stands_in(pair.answer, passage)}
         row["dropped"] = fault_of_question(pair.question, passage)
-        if row["dropped"] is None and not settings.own_answers:
+        if row["dropped"] is None and not config.own_answers:
             row["dropped"] = fault_of_answer(kind, pair, passage)
         if row["dropped"] is None:
             waiting.append((each, pair, row))
@@ -295,7 +297,7 @@ def _written(group: Sequence[_Asked], settings: Settings, writer: Writer) -> lis
     for (each, pair, row), text in zip(waiting, answers, strict=True):
         own = read_answer(text)
         row["own_answer"] = text if own is None else own
-        if not settings.own_answers:
+        if not config.own_answers:
             row["dropped"] = None if agrees(own, pair.answer) else "round trip"
         elif own is None:
             row["dropped"] = "malformed"

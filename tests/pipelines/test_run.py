@@ -288,7 +288,7 @@ def test_several_processes_are_refused(miniature: Path, tmp_path: Path, monkeypa
 
 def test_a_run_of_another_recipe_tells_what_differs(tmp_path: Path) -> None:
     recipe = TuneConfig.parse({"base_lm": {"name": "x"}, "question_blind": 0.5, "trainer": TRAINER}, "test")
-    keep_recipe(recipe.model_dump(mode="json"), tmp_path)
-    assert changes_since(tmp_path, recipe.model_copy(update={"question_blind": 0.25}).model_dump(mode="json")) == [
+    keep_recipe(recipe, tmp_path)
+    assert changes_since(tmp_path, recipe.model_copy(update={"question_blind": 0.25})) == [
         "question_blind was 0.5 and is now 0.25"
     ]
