@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from mac_rag.data import archivalqa, own, realtimeqa, squad, streamingqa, timeqa
+from mac_rag.data import archivalqa, own, realtimeqa, squad, timeqa
 from mac_rag.data.newswire import generate
 from mac_rag.data.types import QADataset, first_documents
 from mac_rag.errors import ConfigError, DataError
@@ -13,7 +13,7 @@ from mac_rag.errors import ConfigError, DataError
 SPLITS = {
     "newswire": generate.SPLITS,
     "squad": squad.SPLITS,
-    "streamingqa": streamingqa.SPLITS,
+    "streamingqa": archivalqa.STREAMINGQA_SPLITS,
     "archivalqa": archivalqa.SPLITS,
     "timeqa": timeqa.SPLITS,
     "realtimeqa": realtimeqa.SPLITS,
@@ -82,7 +82,7 @@ def load_dataset(
     elif name == "squad":
         dataset = squad.read_squad(path, split)
     elif name == "streamingqa":
-        dataset = streamingqa.read_streamingqa(path, split)
+        dataset = archivalqa.read_streamingqa(path, split)
     elif name == "own":
         dataset = own.read_own(path, split, columns, unanswered=unanswered)
     elif name == "timeqa":

@@ -20,8 +20,7 @@ from mac_rag.data.types import Document
 from mac_rag.errors import BankError, DocumentError, FingerprintError
 from mac_rag.progress import progress_bar
 from mac_rag.retrieval import snapshot
-from mac_rag.retrieval.base import Hit, check_request
-from mac_rag.retrieval.rows import RowRetriever
+from mac_rag.retrieval.base import Hit, RowRetriever, check_request
 from mac_rag.untrusted_files import MalformedError, open_file, parse_json, read_file
 
 Vectors: TypeAlias = NDArray[np.float32]  # [N, D]

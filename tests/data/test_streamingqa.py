@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from mac_rag.data.streamingqa import SPLITS, read_streamingqa
+from mac_rag.data.archivalqa import STREAMINGQA_SPLITS, read_streamingqa
 from mac_rag.errors import DataError
 
 
@@ -64,7 +64,7 @@ def test_a_missing_column_is_named(tmp_path: Path) -> None:
         read_streamingqa(tmp_path, "test")
 
 
-@pytest.mark.parametrize("split", SPLITS)
+@pytest.mark.parametrize("split", STREAMINGQA_SPLITS)
 def test_a_split_is_the_file_of_its_name(tmp_path: Path, split: str) -> None:
     with pytest.raises(DataError, match=f"{split}.csv cannot be read"):
         read_streamingqa(tmp_path, split)

@@ -20,7 +20,7 @@ from mac_rag.config import BaseLMConfig, EncoderConfig
 from mac_rag.errors import ModelLoadError
 from mac_rag.lm import hub_revisions
 from mac_rag.lm.loading import load_backbone, load_causal_lm, load_tokenizer
-from mac_rag.lm.model_sizes import AllocationLimit
+from mac_rag.lm.model_folders import AllocationLimit
 from mac_rag.retrieval.encoders import SentenceTransformerEncoder, contriever
 from tests.helpers import save_bert, save_llama
 from tests.torture.mutations import copy

@@ -125,7 +125,7 @@ def test_everything_comes_back_as_it_was(reused: ChromaRetriever, given_document
 
 
 @pytest.mark.slow
-def test_large_batches_are_cut_to_what_chroma_takes(place: str) -> None:
+def test_large_batches_are_cut_to_what_chroma_takes(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
     chroma = ChromaRetriever(place, WordEncoder())
     many = [Document(f"d{index}", f"w{index % 97}") for index in range(5471)]
     chroma.put(many)
@@ -134,7 +134,7 @@ def test_large_batches_are_cut_to_what_chroma_takes(place: str) -> None:
     assert len(chroma.content_hashes()) == len(many)
     [hits] = chroma.retrieve(["w5"], 3, allowed={"d5", "d6", "d5340"})  # 5 and 5340 have the same text
     assert [hit.document_id for hit in hits][:2] == ["d5", "d5340"]
-    chroma = ChromaRetriever(place, WordEncoder(), batch_bytes=10_000)
+    monkeypatch.setattr("mac_rag.retrieval.chroma._BATCH_BYTES", 10_000)
     wide = [Document(f"w{index}", "long " * 1000) for index in range(5)]
     chroma.put(wide)
     assert chroma.documents([document.id for document in wide]) == wide

@@ -19,7 +19,6 @@ from mac_rag.data.types import Document
 from mac_rag.engine import MACEngine
 from mac_rag.errors import BankError, ConfigError, MACError
 from mac_rag.model import MACModel
-from mac_rag.retrieval import chroma_server
 from mac_rag.retrieval.chroma import ChromaRetriever
 from mac_rag.sync import difference
 from tests.retrieval.helpers import Proxy, Server, WordEncoder, documents
@@ -117,7 +116,7 @@ def test_a_token_that_http_cannot_carry_is_refused_and_not_repeated(
 
 
 def test_failures_of_the_connection_pass(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chroma_server, "_FIRST_WAIT", 0.01)
+    monkeypatch.setattr("mac_rag.retrieval.chroma._FIRST_WAIT", 0.01)
     with Proxy(server.port, {}) as proxy:
         chroma = ChromaRetriever(f"{proxy.url}/passing", WordEncoder())
         proxy.failures = [503, None, 502]
@@ -168,11 +167,14 @@ def test_a_server_that_takes_requests_and_never_answers(server: Server, after: s
 
 
 @pytest.mark.long
-def test_a_server_killed_in_the_middle_of_adapting_loses_nothing(tiny_model: MACModel, tmp_path: Path) -> None:
+def test_a_server_killed_in_the_middle_of_adapting_loses_nothing(
+    tiny_model: MACModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Between two upserts; the same call completes it, whichever process makes it."""
     everything = [Document(f"d{number}", f"A storm hit town number {number}.") for number in range(9)]
     with Server(tmp_path / "chroma") as server:
-        chroma = ChromaRetriever(server.url, WordEncoder(), batch_bytes=3000)
+        monkeypatch.setattr("mac_rag.retrieval.chroma._BATCH_BYTES", 3000)
+        chroma = ChromaRetriever(server.url, WordEncoder())
         bank = MemoryBank.create(tmp_path / "bank", tiny_model.fingerprint)
         engine = MACEngine(tiny_model, bank, retriever=chroma)
         engine.adapt(everything[:2])

@@ -11,7 +11,7 @@ import pytest
 
 from mac_rag.engine import MACEngine
 from mac_rag.model.calibration import Calibration, Logistic
-from mac_rag.server.served_bank import ServedBank
+from mac_rag.server.catalog import ServedBank
 from tests.helpers import wait_until
 from tests.server.conftest import QUESTION
 from tests.server.helpers import Running
