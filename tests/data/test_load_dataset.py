@@ -43,9 +43,6 @@ def test_streamingqa_is_read_from_its_folder(tmp_path: Path) -> None:
         (("streamingqa", "qa_lt"), {}, "choose one of train, val, test, qa_train, qa_val"),
         (("newswire", "test"), {"documents": 0}, "at least 1, got 0"),
         (("newswire", "test", "here"), {}, "generated and reads no path, got here"),
-        (("newswire", "test"), {"hub": True}, "hub=True downloads SQuAD"),
-        (("squad", "test", "here"), {"hub": True}, "load squad without a path"),
-        (("squad", "test"), {}, "squad needs the path of its files; give it, or hub=True"),
         (("archivalqa", "test"), {}, "archivalqa needs the path of its files; give it$"),
     ],
 )

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import gzip
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,15 +13,13 @@ from mac_rag.data.squad import (
     PARTS,
     SplitRange,
     SquadRow,
-    download_squad,
-    read_hub_rows,
     read_official,
     read_squad,
     select_rows,
 )
 from mac_rag.errors import DataError
 
-WHOLE = SplitRange("small.json", "small", 0, 4, 4)
+WHOLE = SplitRange("small.json", 0, 4, 4)
 
 
 def layout(*articles: tuple[str, list[tuple[str, list[tuple[str, list[str]]]]]]) -> dict[str, Any]:
@@ -93,7 +88,7 @@ def test_titles_that_differ_only_in_signs_keep_their_documents_apart() -> None:
 
 
 def test_a_split_is_a_range_of_rows(tmp_path: Path) -> None:
-    part = SplitRange("small.json", "small", 1, 3, 4)
+    part = SplitRange("small.json", 1, 3, 4)
     dataset = select_rows(small_rows(tmp_path), part, "val", "small.json")
     assert [question.id for question in dataset.questions] == ["q1", "q2"]
     assert [document.text for document in dataset.documents] == ["D.", "E."]
@@ -206,44 +201,4 @@ def test_a_question_without_text_or_answer_is_named(
 ) -> None:
     rows = small_rows(tmp_path, layout(("A", [("Text.", [("q?", ["a"])]), (context, [(question, answers)])])))
     with pytest.raises(DataError, match=r"small.json, row 1 \('q1'\): paragraph, question or every answer is empty"):
-        select_rows(rows, SplitRange("small.json", "small", 0, 2, 2), "test", "small.json")
-
-
-def test_the_hubs_table_holds_the_same_rows(tmp_path: Path) -> None:
-    from datasets import Dataset
-
-    rows = small_rows(tmp_path)
-    table = Dataset.from_list(
-        [
-            {
-                "id": row.id,
-                "title": row.title,
-                "context": row.context,
-                "question": row.question,
-                "answers": {"text": list(row.answers), "answer_start": [0] * len(row.answers)},
-            }
-            for row in rows
-        ]
-    )
-    assert list(read_hub_rows(table)) == rows
-
-
-def test_without_a_network_the_hub_is_refused_with_the_way_out(tmp_path: Path) -> None:
-    command = (
-        "from mac_rag.data import load_dataset\n"
-        "from mac_rag.errors import DataError\n"
-        "try:\n    load_dataset('squad', 'test', hub=True)\n"
-        "except DataError as error:\n    print(error)"
-    )
-    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path)}
-    result = subprocess.run(
-        [sys.executable, "-c", command], env=environment, capture_output=True, text=True, check=True
-    )
-    assert "rajpurkar/squad could not be read" in result.stdout
-    assert "give the path of a folder that holds dev-v1.1.json" in result.stdout
-
-
-def test_without_the_datasets_library_the_hub_is_refused_with_the_way_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "datasets", None)  # what Python itself sets to forbid an import
-    with pytest.raises(DataError, match=r"pip install 'mac-rag\[hub-data\]'"):
-        download_squad("test")
+        select_rows(rows, SplitRange("small.json", 0, 2, 2), "test", "small.json")

@@ -14,7 +14,7 @@ from mac_rag.data.types import Document
 from mac_rag.errors import BankError, FingerprintError
 from mac_rag.retrieval import DenseRetriever, snapshot
 from tests.faults import faults
-from tests.retrieval.helpers import WordEncoder, changed, documents
+from tests.retrieval.helpers import WordEncoder, changed, documents, in_blocks
 
 WORDS = [f"w{i}" for i in range(40)]
 
@@ -114,9 +114,9 @@ def test_many_questions_are_scored_in_blocks() -> None:
     retriever = DenseRetriever(WordEncoder())
     retriever.add(corpus(50))
     whole = retriever.retrieve(WORDS, 4)
-    in_blocks = DenseRetriever(WordEncoder(), max_scores=120)
-    in_blocks.add(corpus(50))
-    assert in_blocks.retrieve(WORDS, 4) == whole
+    blocks = in_blocks(DenseRetriever(WordEncoder()), 120)
+    blocks.add(corpus(50))
+    assert blocks.retrieve(WORDS, 4) == whole
     assert np.shape(whole) == (40, 4)
 
 
