@@ -303,7 +303,8 @@ def stored_numbers(path: Path) -> int:
     """
     try:
         with open_file(path, follow=True), safe_open(path, framework="pt") as file:
-            return sum(math.prod(file.get_slice(name).get_shape()) for name in file.keys())  # noqa: SIM118
+            numbers: int = sum(math.prod(file.get_slice(name).get_shape()) for name in file.keys())  # noqa: SIM118
+        return numbers
     except (MalformedError, SafetensorError) as error:
         raise ModelLoadError(f"{path} is truncated or damaged: {error}; get it anew") from None
     except OSError as error:
