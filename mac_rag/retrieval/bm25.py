@@ -28,6 +28,7 @@ from mac_rag.untrusted_files import MalformedError
 
 KIND = "bm25"
 K1, B = 1.5, 0.75  # saturation of the term frequency, weight of the length normalization
+EPSILON = 0.25  # Okapi: the lower bound of an idf, as a fraction of the mean idf
 # Lucene's stop words.
 ENGLISH_STOPWORDS = tuple(
     "a an and are as at be but by for if in into is it no not of on or such that the their then there these they this "
@@ -35,6 +36,7 @@ ENGLISH_STOPWORDS = tuple(
 )
 
 Engine = Literal["incremental", "rank_bm25"]
+Idf = Literal["lucene", "okapi"]
 Terms = NDArray[np.int32]  # the term ids of one document, repeated as they occur in it
 Mask = NDArray[np.bool_]  # True for the rows of allowed documents, [rows]
 ScoredRows = tuple[NDArray[np.int64], NDArray[np.float64]]  # ascending rows, and the score of each
@@ -101,20 +103,22 @@ class BM25Retriever(RowRetriever):
     """Ranks documents by BM25 with k1 = 1.5 and b = 0.75.
 
     The score of a document is the sum of `idf * tf * (k1 + 1) / (tf + k1 * (1 - b + b * length / mean length))` over
-    all terms of the question; a repeated term counts repeatedly. The idf of a term that n of N documents contain is
-    Lucene's `ln(1 + (N - n + 0.5) / (n + 0.5))`, which is positive even for very few documents. A document is a hit if
-    it shares a term with the question. Documents with equal scores rank in the order in which they were added. With
-    `allowed`, the corpus is the allowed documents alone, for idf and mean length, too. So hits and scores equal, bit by
-    bit, those of a retriever that never held the others.
+    all terms of the question; a repeated term counts repeatedly. A document is a hit if it shares a term with the
+    question. Documents with equal scores rank in the order in which they were added. With `allowed`, the corpus is the
+    allowed documents alone, for idf and mean length, too. So hits and scores equal, bit by bit, those of a retriever
+    that never held the others.
 
     Args:
         engine: `incremental` updates its index at the cost of the changed documents only. `rank_bm25` is the library,
             which indexes all documents again after a change, and all allowed documents at each call of `retrieve` with
             `allowed`. Scores are the same.
         tokenizer: splits documents and questions into terms; None for an English tokenizer.
+        idf: the idf of a term that `n` of `N` documents contain. `lucene` is `ln(1 + (N - n + 0.5) / (n + 0.5))`, which
+            is always positive, even for very few documents. `okapi` is `ln((N - n + 0.5) / (n + 0.5))` or, if that is
+            negative, a quarter of the mean idf, as in rank_bm25's `BM25Okapi`.
 
     Raises:
-        ConfigError: for an unknown engine.
+        ConfigError: for an unknown engine or idf.
 
     Examples:
         >>> from mac_rag.data.types import Document
@@ -127,10 +131,15 @@ class BM25Retriever(RowRetriever):
         ['bridge']
     """
 
-    def __init__(self, engine: Engine = "incremental", *, tokenizer: Tokenizer | None = None) -> None:
+    def __init__(
+        self, engine: Engine = "incremental", *, tokenizer: Tokenizer | None = None, idf: Idf = "lucene"
+    ) -> None:
         if engine not in get_args(Engine):
             raise ConfigError(f"unknown BM25 engine {engine!r}; choose one of {', '.join(get_args(Engine))}")
+        if idf not in get_args(Idf):
+            raise ConfigError(f"unknown idf {idf!r}; choose one of {', '.join(get_args(Idf))}")
         self.engine: Engine = engine
+        self.idf: Idf = idf
         self.tokenizer = tokenizer or Tokenizer()
         super().__init__()
         self._vocabulary: dict[str, int] = {}
@@ -174,6 +183,7 @@ class BM25Retriever(RowRetriever):
                 self._compact()
             body = {
                 "engine": self.engine,
+                "idf": self.idf,
                 "tokenizer": self.tokenizer.describe(),
                 "stemmer_version": version("PyStemmer"),
                 "vocabulary": list(self._vocabulary),
@@ -185,14 +195,14 @@ class BM25Retriever(RowRetriever):
 
     @classmethod
     def load(cls, folder: Path) -> BM25Retriever:
-        """Reads a retriever from a folder, with its engine and tokenizer.
+        """Reads a retriever from a folder, with its engine, idf and tokenizer.
 
         Raises:
             BankError: if the folder holds no retriever, or a damaged one.
         """
         body, arrays = snapshot.read(folder, KIND)
         with snapshot.damaged(folder):
-            retriever = cls(body["engine"], tokenizer=Tokenizer(**body["tokenizer"]))
+            retriever = cls(body["engine"], tokenizer=Tokenizer(**body["tokenizer"]), idf=body["idf"])
             documents = snapshot.documents(body["documents"])
             if body["stemmer_version"] != version("PyStemmer"):  # another version may stem differently, so index again
                 retriever.add(documents)
@@ -205,7 +215,7 @@ class BM25Retriever(RowRetriever):
         return retriever
 
     def _new_scorer(self) -> Scorer:
-        return Postings() if self.engine == "incremental" else RankBM25()
+        return Postings(self.idf) if self.engine == "incremental" else RankBM25(self.idf)
 
     def _ids(self, words: list[str]) -> Terms:
         vocabulary = self._vocabulary
@@ -284,11 +294,13 @@ class _Corpus:
         allowed: `[rows]`, True for their rows; None for all.
         documents: their number.
         norms: `[rows]`, the term of BM25's denominator that grows with a document's length.
+        floor: Okapi's lower bound of an idf; None until it is needed.
     """
 
     allowed: Mask | None
     documents: int
     norms: NDArray[np.float64]
+    floor: float | None = None
 
 
 class Postings:
@@ -297,10 +309,15 @@ class Postings:
     It stores, for each term, the rows that contain it and its counts there. Statistics of the corpus (idf, mean length)
     are applied for each question, so nothing becomes stale and nothing must be rebuilt. With `allowed`, a question
     costs as much as without, plus a pass over the mask for each of its terms. The arithmetic follows rank_bm25
-    operation by operation, so scores equal its scores bit by bit.
+    operation by operation, so scores equal its scores bit by bit, except where Okapi's lower bound applies: it is a
+    mean over the vocabulary, and such scores are equal up to rounding.
+
+    Args:
+        idf: `lucene` or `okapi`; see `BM25Retriever`.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, idf: Idf) -> None:
+        self._idf = idf
         self._rows: list[array[int]] = []  # by term id: the rows that contain the term, ascending
         self._counts: list[array[int]] = []  # by term id: its count in each of these rows
         self._lengths = np.zeros(0)  # number of terms of each row, then spare zeros
@@ -380,16 +397,40 @@ class Postings:
             rows, counts = rows[is_allowed], counts[is_allowed]
         if not len(rows):
             return rows, np.zeros(0)
-        return rows, _idf(corpus.documents, len(rows)) * (counts * (K1 + 1) / (counts + corpus.norms[rows]))
+        return rows, self._weight(len(rows), corpus) * (counts * (K1 + 1) / (counts + corpus.norms[rows]))
+
+    def _weight(self, holding: int, corpus: _Corpus) -> float:
+        """The idf of a term that `holding` documents of the corpus contain."""
+        if self._idf == "lucene":
+            return _lucene(corpus.documents, holding)
+        weight = _okapi(corpus.documents, holding)
+        if weight >= 0:
+            return weight
+        if corpus.floor is None:
+            sizes = Counter(self._holding(corpus.allowed))
+            total = math.fsum(_okapi(corpus.documents, size) * terms for size, terms in sizes.items())
+            corpus.floor = EPSILON * total / sizes.total()
+        return corpus.floor
+
+    def _holding(self, allowed: Mask | None) -> Iterator[int]:
+        """For each term of the corpus, the number of documents that contain it."""
+        if allowed is None:
+            return (len(rows) for rows in self._rows if rows)
+        counts = (int(allowed[np.frombuffer(rows, np.int32)].sum()) for rows in self._rows if rows)
+        return (count for count in counts if count)
 
 
 class RankBM25:
     """The `BM25Okapi` of rank_bm25, the plain reference; a question costs time linear in the number of documents.
 
     Its index is rebuilt at the first question after a change, and for every other set of allowed documents.
+
+    Args:
+        idf: `lucene` or `okapi`; see `BM25Retriever`.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, idf: Idf) -> None:
+        self._idf = idf
         self._terms: dict[int, Terms] = {}
         self._index: Any = None  # over all documents; None after a change
 
@@ -418,19 +459,28 @@ class RankBM25:
         if not any(map(len, documents.values())):
             return None
         corpus = [terms.tolist() for terms in documents.values()]
-        index = BM25Okapi(corpus, k1=K1, b=B)
-        containing = Counter(term for document in corpus for term in set(document))
-        index.idf = {term: _idf(len(corpus), holding) for term, holding in containing.items()}
+        index = BM25Okapi(corpus, k1=K1, b=B, epsilon=EPSILON)
+        if self._idf == "lucene":
+            containing = Counter(term for document in corpus for term in set(document))
+            index.idf = {term: _lucene(len(corpus), holding) for term, holding in containing.items()}
         return index
 
     def _scored(self, terms: Sequence[int], index: Any, rows: NDArray[np.int64]) -> ScoredRows:
         if index is None:
             return np.zeros(0, dtype=np.int64), np.zeros(0)
         scores = index.get_scores(list(terms))
-        hits = np.flatnonzero(scores > 0)
+        if self._idf == "lucene":
+            hits = np.flatnonzero(scores > 0)
+        else:  # Okapi's score can be 0 or less for a document that shares a term
+            hits = np.flatnonzero([not counts.keys().isdisjoint(terms) for counts in index.doc_freqs])
         return rows[hits], scores[hits]
 
 
-def _idf(documents: int, holding: int) -> float:
+def _lucene(documents: int, holding: int) -> float:
     """Lucene's idf of a term that `holding` of `documents` documents contain; always positive."""
     return math.log(1 + (documents - holding + 0.5) / (holding + 0.5))
+
+
+def _okapi(documents: int, holding: int) -> float:
+    """Okapi's idf without its lower bound; negative for a term in more than half of the documents."""
+    return math.log(documents - holding + 0.5) - math.log(holding + 0.5)

@@ -11,11 +11,12 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from rank_bm25 import BM25Okapi
 
 from mac_rag.data.types import Document
 from mac_rag.errors import BankError, ConfigError
 from mac_rag.retrieval import BM25Retriever, Tokenizer, make_retriever, snapshot
-from mac_rag.retrieval.bm25 import ENGLISH_STOPWORDS, Engine
+from mac_rag.retrieval.bm25 import ENGLISH_STOPWORDS, Engine, Idf
 from tests.retrieval.helpers import changed
 
 ENGINES: tuple[Engine, ...] = ("incremental", "rank_bm25")
@@ -26,8 +27,10 @@ def documents(*texts: str) -> list[Document]:
     return [Document(f"d{index}", text) for index, text in enumerate(texts)]
 
 
-def filled(engine: Engine, texts: Sequence[str], tokenizer: Tokenizer | None = None) -> BM25Retriever:
-    retriever = BM25Retriever(engine, tokenizer=tokenizer)
+def filled(
+    engine: Engine, texts: Sequence[str], tokenizer: Tokenizer | None = None, idf: Idf = "lucene"
+) -> BM25Retriever:
+    retriever = BM25Retriever(engine, tokenizer=tokenizer, idf=idf)
     retriever.add(documents(*texts))
     return retriever
 
@@ -74,6 +77,26 @@ def test_engines_rank_and_score_as_the_formula_says(engine: Engine) -> None:
     for _ in range(200):
         texts, questions = random_corpus(rng)
         check_against_oracle(texts, questions, rng.randint(1, 12), Tokenizer(), [engine])
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_okapi_ranks_and_scores_as_the_library_does(engine: Engine) -> None:
+    """rank_bm25 unchanged, as its users call it. It cannot index documents that hold no term at all."""
+    rng = random.Random(4)
+    for texts, questions in (random_corpus(rng) for _ in range(300)):
+        corpus = [text.split() for text in texts]
+        found = filled(engine, texts, Tokenizer(stemmer=None, stopwords=()), "okapi").retrieve(questions, 50)
+        if not any(corpus):
+            assert found == [[]] * len(questions)
+            continue
+        library = BM25Okapi(corpus)
+        for question, hits in zip(questions, found, strict=True):
+            terms = question.split()
+            scores = library.get_scores(terms)
+            sharing = [i for i in range(len(texts)) if set(terms) & set(corpus[i])]
+            ranked = sorted(sharing, key=lambda i: (-scores[i], i))
+            assert [hit.document_id for hit in hits] == [f"d{i}" for i in ranked]
+            assert [hit.score for hit in hits] == pytest.approx([scores[i] for i in ranked], rel=1e-12, abs=1e-12)
 
 
 WORDS = st.sampled_from(
@@ -136,7 +159,7 @@ class TestFiles:
         retriever.delete("d1")
         retriever.save(tmp_path)
         again = BM25Retriever.load(tmp_path)
-        assert (again.engine, again.tokenizer) == (engine, self.TOKENIZER)
+        assert (again.engine, again.idf, again.tokenizer) == (engine, "lucene", self.TOKENIZER)
         questions = ["Häusern", "Brücke", "7", "Sturm"]
         assert again.retrieve(questions, 9) == retriever.retrieve(questions, 9)
         assert [hit.metadata for hit in again.retrieve(["Meer"], 1)[0]] == [{"date": "May 1"}]
@@ -148,9 +171,10 @@ class TestFiles:
         assert sorted(path.suffix for path in tmp_path.iterdir()) == [".json", ".safetensors"]
         assert len(make_retriever("bm25", folder=tmp_path)) == len(again) == 5
 
-    def test_an_empty_index_comes_back(self, tmp_path: Path) -> None:
-        BM25Retriever().save(tmp_path)
+    def test_okapi_comes_back_and_so_does_an_empty_index(self, tmp_path: Path) -> None:
+        BM25Retriever(idf="okapi").save(tmp_path)
         again = BM25Retriever.load(tmp_path)
+        assert again.idf == "okapi"
         assert len(again) == 0
         assert again.retrieve(["storm"], 2) == [[]]
 
@@ -229,6 +253,8 @@ def test_threads_share_a_retriever() -> None:
 def test_unknown_engine_and_languages_are_refused() -> None:
     with pytest.raises(ConfigError, match="'lucene'; choose one of incremental, rank_bm25"):
         BM25Retriever("lucene")
+    with pytest.raises(ConfigError, match="unknown idf 'plus'; choose one of lucene, okapi"):
+        BM25Retriever(idf="plus")
     with pytest.raises(ConfigError, match="unknown stemmer 'klingon'"):
         Tokenizer(stemmer="klingon")
     with pytest.raises(ConfigError, match=r"must be a tuple of words, got 'klingon'; give \(\) to keep all"):
