@@ -1194,7 +1194,7 @@ class MemoryBank(Contents):
         if self._database.is_temporary:
             return
         link = self.connection
-        if self._committed.settings.changes_since < self._committed.settings.version:
+        if link.rows("SELECT 1 FROM change LIMIT 1"):
             self._set(changes_since=self._committed.settings.version)
             try:
                 self._begin_transaction(link)
@@ -1210,7 +1210,7 @@ class MemoryBank(Contents):
         if not link.clean(wait=True):
             raise BankError(
                 f"{self.path} is committed, but somebody reads an older commit of it, which its log has to keep; "
-                "compact it again once that question is answered, or that process has refreshed its bank"
+                "compact it again once that question is answered, or that process has refreshed or closed its bank"
             )
         self._is_unclean = False
         self._write_keys_file()
