@@ -27,7 +27,7 @@ import tempfile
 import threading
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -150,6 +150,7 @@ class Connection:
 
     def __init__(self, path: Path, *, write: bool = False) -> None:
         self.path = path
+        self._writes = write
         self._turn = threading.RLock()
         with database_errors(path, "opened"):
             self._connection = self._connect("rw")
@@ -229,12 +230,17 @@ class Connection:
                 self._connection.execute("ROLLBACK")
 
     def copy_to(self, path: Path) -> None:
-        """Writes a copy of the bank's last commit as a new file, even while others write to the bank.
+        """Writes a copy of what this connection sees as a new file, even while others write to the bank.
 
         Raises:
             BankError: see `database_errors`; there may be an incomplete file.
         """
         with self._turn, database_errors(self.path, f"copied to {path}"):
+            if self._writes and self.in_transaction:  # SQLite's backup would wait for the end of the transaction
+                _new_file(path)
+                with closing(sqlite3.connect(path, isolation_level=None)) as target:
+                    _copy_rows(self._connection, target)
+                return
             os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
             target = sqlite3.connect(path, isolation_level=None)
             try:
@@ -510,6 +516,16 @@ def _new_file(path: Path) -> None:
         connection.execute("COMMIT")
     finally:
         connection.close()
+
+
+def _copy_rows(source: sqlite3.Connection, target: sqlite3.Connection) -> None:
+    """Copies the rows of all tables to an empty database of the same schema."""
+    target.execute("PRAGMA synchronous = FULL")
+    target.execute("BEGIN")
+    for (table,) in source.execute("SELECT name FROM sqlite_schema WHERE type = 'table'").fetchall():
+        rows = source.execute(f"SELECT * FROM {table}")
+        target.executemany(f"INSERT INTO {table} VALUES ({','.join('?' * len(rows.description))})", rows)
+    target.execute("COMMIT")
 
 
 def _put_settings(path: Path, settings: Iterable[tuple[str, Any]]) -> None:
