@@ -266,8 +266,10 @@ class Contents:
             DamageError: when it is not what was written.
         """
         place = int(torch.searchsorted(self._directory.sequences, sequence))
-        rows = int(self._directory.timeline.rows[place])
-        return self._made(sequence, rows, self._members(sequence, sequence)[sequence])
+        members = self._members(sequence, sequence).get(sequence)
+        if members is None or place == len(self._directory.sequences):
+            raise BankError(f"{self.path or 'this bank'} holds no entry {sequence:,}")
+        return self._made(sequence, int(self._directory.timeline.rows[place]), members)
 
     def _made(self, sequence: int, rows: int, members: tuple[Member, ...]) -> BankEntry:
         first = sequence << PART_BITS
@@ -721,7 +723,8 @@ class MemoryBank(Contents):
             self._state = self._state._replace(
                 directory=directory.without(self._removed).joined(Directory.of(added))
                 if added
-                else directory.without(self._removed)
+                else directory.without(self._removed),
+                keys=None if self._removed else self._state.keys,
             )
             self._added, self._removed = [], set()
         return self._state
@@ -1148,6 +1151,7 @@ class MemoryBank(Contents):
         """Puts a bank that was in memory into a file."""
         assert self._database is not None
         settings = self._now.settings.model_copy(update={"version": 1})
+        self.connection.write("INSERT OR REPLACE INTO writer VALUES (1, ?)", [(self._name,)])
         database = Database.create(path, self.connection, settings.by_name)
         self._database.close()
         version = self.version
@@ -1185,7 +1189,7 @@ class MemoryBank(Contents):
         if self._database.is_temporary:
             return
         link = self.connection
-        if self._committed.settings.changes_since < self._committed.settings.version:
+        if link.rows("SELECT 1 FROM change LIMIT 1"):
             self._set(changes_since=self._committed.settings.version)
             try:
                 self._begin_transaction(link)
@@ -1267,14 +1271,16 @@ class MemoryBank(Contents):
         """
         if self._database is None or self._database.is_temporary:
             return
-        if self.writable:
-            self.rollback()
-            self._write_keys_file()
-            if self._is_unclean:
-                self._clean()
-        self._pin = self._latest = None
-        self._database.close()
-        self._database = None
+        try:
+            if self.writable:
+                self.rollback()
+                self._write_keys_file()
+                if self._is_unclean:
+                    self._clean()
+        finally:
+            self._pin = self._latest = None
+            self._database.close()
+            self._database = None
 
     def __enter__(self) -> MemoryBank:
         return self

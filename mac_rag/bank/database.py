@@ -127,6 +127,8 @@ def database_errors(path: Path, what: str) -> Iterator[None]:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise FullDiskError(f"{reason}; {_NO_ROOM}") from error
         raise BankError(reason) from error
+    except sqlite3.ProgrammingError as error:
+        raise BankError(f"{path} cannot be {what}: {error} Open it again") from error
     except sqlite3.Error as error:
         code = (getattr(error, "sqlite_errorcode", None) or sqlite3.SQLITE_ERROR) & 0xFF
         if code in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):
@@ -177,7 +179,7 @@ class Connection:
 
     def _connect(self, mode: str) -> sqlite3.Connection:
         return sqlite3.connect(
-            f"file:{quote(str(self.path.absolute()))}?mode={mode}",
+            f"file:{'//' if os.name == 'posix' else ''}{quote(os.fsencode(self.path.absolute()))}?mode={mode}",
             uri=True,
             timeout=_WAIT,
             isolation_level=None,
@@ -312,9 +314,11 @@ class Database:
         self._folder = folder
         self.opened = self.identity
         self._idle = _Idle()
-        self.writer = None if lock is None and folder is None else Connection(path, write=True)
+        self.writer: Connection | None = None
         try:
-            check_format(self.writer or self._first())
+            check_format(self._first())  # before a connection that writes makes a log for whatever file it is
+            if lock is not None or folder is not None:
+                self.writer = Connection(path, write=True)
         except BaseException:
             self.close()
             raise
@@ -363,6 +367,7 @@ class Database:
         with database_errors(path, "written to"):
             make_folder(path.parent)
         lock = WriterLock(path)
+        is_placed = False
         try:
             with database_errors(path, "written to"):
                 _remove(unfinished)
@@ -373,12 +378,14 @@ class Database:
                 _put_settings(unfinished, settings)
                 if exists(path):
                     raise BankError(f"{path} has come meanwhile; choose another name")
+                _remove(path)  # the log of a bank that was removed would become a part of this one
                 unfinished.replace(path)
+                is_placed = True
                 sync_folder(path.parent)
             return cls(path, lock)
         except BaseException:
             with suppress(OSError):
-                _remove(unfinished)
+                _remove(path if is_placed else unfinished)
             lock.release()
             raise
 
