@@ -1018,11 +1018,16 @@ class MemoryBank(Contents):
         self.version += 1
 
     def _begin_transaction(self, link: Connection) -> None:
-        if not link.in_transaction:
-            assert self._database is not None
-            if self._database.lock is not None:
-                self._database.lock.check()
-            link.write("BEGIN IMMEDIATE")
+        assert self._database is not None
+        self._database.check_writer()
+        if link.in_transaction:
+            return
+        link.write("BEGIN IMMEDIATE")
+        settings, writer = self._committed.settings, self._committed.writer
+        [(latest,)] = link.rows("SELECT value FROM setting WHERE name = 'version'")
+        if latest != str(settings.version) or writer_at(link, settings.version) != writer:
+            link.end()
+            raise BankError(f"{self.path} was changed by another process meanwhile; open it again and repeat the change")
 
     def _entries_of(self, link: Connection, names: Sequence[str]) -> list[int]:
         """Sequence numbers of the entries of documents, ascending; none for those that the bank does not hold."""

@@ -153,6 +153,7 @@ class Connection:
     def __init__(self, path: Path, *, write: bool = False) -> None:
         self.path = path
         self._writes = write
+        self._process = os.getpid()
         self._turn = threading.RLock()
         with database_errors(path, "opened"):
             self._connection = self._connect("rw")
@@ -226,9 +227,9 @@ class Connection:
         return self._connection.in_transaction
 
     def end(self) -> None:
-        """Ends the transaction, and takes back what was changed in it."""
+        """Ends the transaction, and takes back what was changed in it; not in a process that was forked meanwhile."""
         with self._turn, suppress(sqlite3.Error):
-            if self._connection.in_transaction:
+            if self._connection.in_transaction and os.getpid() == self._process:
                 self._connection.execute("ROLLBACK")
 
     def copy_to(self, path: Path) -> None:
@@ -284,9 +285,10 @@ class Connection:
             return not busy
 
     def close(self) -> None:
-        """Closes the connection; a second call does nothing."""
+        """Closes the connection; a second call does nothing, nor does one in a process that was forked meanwhile."""
         with self._turn, suppress(sqlite3.Error):
-            self._connection.close()
+            if os.getpid() == self._process:
+                self._connection.close()
 
 
 class Database:
@@ -402,6 +404,21 @@ class Database:
     def pin(self) -> Pin:
         """A connection that sees the last commit as long as it is held."""
         return Pin(self._idle.take() or Connection(self.path), self._idle)
+
+    def check_writer(self) -> None:
+        """Makes sure that what this process writes is still the bank of this name, and that nobody else writes to it.
+
+        Raises:
+            BankError: when another file has the bank's name, or as `WriterLock.check`.
+        """
+        if self.lock is None:
+            return
+        self.lock.check()
+        if self.identity != self.opened:
+            raise BankError(
+                f"{self.path} was removed or replaced while this process had it open for writing; open it again and "
+                "repeat the change"
+            )
 
     @property
     def identity(self) -> tuple[int, int] | None:
