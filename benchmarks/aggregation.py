@@ -167,8 +167,8 @@ def _inputs(sizes: Sizes, device: torch.device) -> tuple[AggregationNetwork, Mem
     """A network without a document prior, as in the paper; encoded questions; and a bank. All are random."""
     import torch
 
-    from mac_rag.data.types import Document
     from mac_rag.bank import MemoryBank
+    from mac_rag.data.types import Document
     from mac_rag.nn.aggregation import AggregationNetwork
     from mac_rag.nn.memory_tokens import MemoryTokens
 

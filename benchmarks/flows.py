@@ -15,7 +15,7 @@ def main(
     """Count the functions and files of mac_rag that run when a document is adapted, and when a question is asked.
 
     The bank is on disk, and BM25 is its retriever. Each is done once before, so that what happens only the first time
-    does not count. A commit counts if it writes the bank's manifest.
+    does not count.
     """
     import sys
     import tempfile
@@ -35,25 +35,20 @@ def main(
 
     root = str(Path(mac_rag.__file__).parent)
 
-    def ran(action: Callable[[], object], manifest: Path) -> tuple[int, int, int]:
+    def ran(action: Callable[[], object], bank: MemoryBank) -> tuple[int, int, int]:
         called: set[Any] = set()
-        written: set[tuple[int, int]] = set()
 
         def watch(frame: FrameType, event: str, _: object) -> None:
             if event == "call" and frame.f_code.co_filename.startswith(root):
                 called.add(frame.f_code)
-            elif event == "return" and frame.f_code.co_filename.startswith(root):
-                state = manifest.stat()
-                written.add((state.st_ino, state.st_mtime_ns))
 
-        before = manifest.stat()
+        before = bank.commits
         sys.setprofile(watch)
         try:
             action()
         finally:
             sys.setprofile(None)
-        written.discard((before.st_ino, before.st_mtime_ns))
-        return len(called), len({code.co_filename for code in called}), len(written)
+        return len(called), len({code.co_filename for code in called}), bank.commits - before
 
     with tempfile.TemporaryDirectory() as folder:
         loaded = MACModel.from_pretrained(model)
@@ -61,7 +56,6 @@ def main(
         engine = MACEngine(loaded, bank, retriever=BM25Retriever())
         engine.adapt([Document("first", "Ada Voss was appointed head of the museum in Orsena in May 2024.")])
         engine.answer(["Who heads the museum?"])
-        manifest = Path(folder) / "bank" / "manifest.json"
         new = Document("second", "Lena Marsh opened a hall for Roman coins in Orsena in June 2024.")
         flows = {
             "adapt one sentence": lambda: engine.adapt([new]),
@@ -69,7 +63,7 @@ def main(
         }
         table = Table("", "functions", "files", "commits")
         for name, action in flows.items():
-            table.add_row(name, *map(str, ran(action, manifest)))
+            table.add_row(name, *map(str, ran(action, bank)))
     Console().print(table)
 
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from mac_rag.data.types import Document
 from mac_rag.bank.projection import ProjectedBank
+from mac_rag.data.types import Document
 from mac_rag.nn.bank_view import BankView
 
 # With six, prior keys of a mixture are as near to their nearest neighbour as those of a real paragraph (cosine 0.26).

@@ -17,8 +17,8 @@ from mac_rag.cli.terminal import say
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from mac_rag.data.types import Document
     from mac_rag.bank.bank import BankEntry, MemoryBank
+    from mac_rag.data.types import Document
 
 
 def main(
@@ -47,11 +47,11 @@ def main(
 
     from benchmarks.measure import timed
     from eval.harness.streams import open_stream
+    from mac_rag.bank.bank import MemoryBank
     from mac_rag.data.readers import read_documents
     from mac_rag.distributed.adapting import BulkAdapter
     from mac_rag.distributed.cluster import connected_ray
     from mac_rag.engine import MACEngine
-    from mac_rag.bank.bank import MemoryBank
     from mac_rag.model import MACModel
 
     stream, _ = open_stream(data, "test", min(documents, 2_000), 0, seed=seed, scale="tiny")

@@ -35,10 +35,10 @@ def main(
     from eval.harness.bootstrap import paired_interval
     from eval.harness.protocol import judge
     from eval.harness.streams import open_stream
-    from mac_rag.engine import MACEngine
     from mac_rag.bank import MemoryBank
-    from mac_rag.bank.rows import RowDtype
     from mac_rag.bank.overview import put_with_overview
+    from mac_rag.bank.rows import RowDtype
+    from mac_rag.engine import MACEngine
     from mac_rag.model import MACModel
 
     loaded = MACModel.from_pretrained(model, device="cpu")
@@ -54,7 +54,7 @@ def main(
             bank = MemoryBank.create(Path(name) / "bank", loaded.fingerprint, rows=dtype)
             put_with_overview(bank, loaded.aggregation, stream.documents, phi, list(map(len, plan)))
             bank.commit()
-            size = sum(file.stat().st_size for file in (Path(name) / "bank").iterdir())
+            size = sum(file.stat().st_size for file in Path(name).iterdir())
             verdicts = judge(stream.questions, MACEngine(loaded, bank).answer(asked))
             bank.close()
         scores = [100 * verdict.f1 for verdict in verdicts]

@@ -125,9 +125,9 @@ def _opened(place: Path, model: MACModel, rows: Any) -> MemoryBank:
 def _fill(place: Path, count: int, real: Path, model: str, rows: Any, seed: int) -> None:
     """Makes a bank of the rows of another and of mixtures of them, unless it is there; goes on with one begun."""
     from benchmarks.large_banks import mixed_documents
-    from mac_rag.data.types import Document
     from mac_rag.bank import MemoryBank
     from mac_rag.bank.overview import put_with_overview
+    from mac_rag.data.types import Document
     from mac_rag.model import MACModel
     from mac_rag.progress import progress_bar
 
@@ -152,8 +152,8 @@ def _measure(
 
     from benchmarks.measure import memory, timed
     from eval.harness.streams import open_stream
-    from mac_rag.engine import MACEngine
     from mac_rag.bank import MemoryBank
+    from mac_rag.engine import MACEngine
     from mac_rag.model import MACModel
 
     loaded = MACModel.from_pretrained(model, device="cpu")
@@ -166,7 +166,7 @@ def _measure(
     later = [timed(partial(engine.aggregate, [one]))[0] for one in asked[1:]]
     answering = [timed(partial(engine.answer, [one]))[0] for one in asked[1:]]  # phi* is remembered
     found = {
-        "KiB a document": sum(file.stat().st_size for file in place.iterdir()) / count / 1024,
+        "KiB a document": sum(file.stat().st_size for file in place.parent.glob(f"{place.name}*")) / count / 1024,
         "opening s": opening,
         "first s": first,
         "later s": statistics.median(later),

@@ -49,15 +49,15 @@ def main(
     from benchmarks.measure import timed, write_json
     from eval.harness.protocol import adapt
     from eval.harness.streams import open_stream
+    from mac_rag.bank import MemoryBank
+    from mac_rag.bank.interface import Bank
+    from mac_rag.bank.overview import keep_rows_for
+    from mac_rag.bank.reader import reader_of
     from mac_rag.config import AttentionConfig
     from mac_rag.data.types import Document
     from mac_rag.distributed import ShardedBank
     from mac_rag.distributed.transport import ShardSettings
     from mac_rag.engine import MACEngine
-    from mac_rag.bank import MemoryBank
-    from mac_rag.bank.interface import Bank
-    from mac_rag.bank.overview import keep_rows_for
-    from mac_rag.bank.reader import reader_of
     from mac_rag.model import MACModel
 
     console, counts = Console(), whole_numbers("--shards", shards)

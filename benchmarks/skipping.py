@@ -42,10 +42,10 @@ def main(
     from benchmarks.measure import medians
     from eval.harness.protocol import adapt
     from eval.harness.streams import open_stream
-    from mac_rag.engine import MACEngine
-    from mac_rag.errors import ConfigError
     from mac_rag.bank import MemoryBank
     from mac_rag.bank.projection import ProjectedBank
+    from mac_rag.engine import MACEngine
+    from mac_rag.errors import ConfigError
     from mac_rag.model import MACModel
     from mac_rag.nn.attention import streaming_attention
 

@@ -59,8 +59,8 @@ def main(
     dataset, source = open_stream(data, "test", setup.documents, setup.questions, seed=seed, scale=scale)
     from eval.harness.aggregation import hierarchical_methods, measure, reduction_methods
     from eval.harness.protocol import adapt, samples
-    from mac_rag.engine import MACEngine
     from mac_rag.bank import MemoryBank
+    from mac_rag.engine import MACEngine
     from mac_rag.model import MACModel
 
     loaded = MACModel.from_pretrained(setup.model, device=device)

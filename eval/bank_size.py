@@ -24,10 +24,10 @@ from mac_rag.cli.terminal import say
 
 if TYPE_CHECKING:
     from eval.harness.results import Row, Verdict
-    from mac_rag.data.types import Document, QADataset
-    from mac_rag.engine import MACEngine
     from mac_rag.bank.bank import MemoryBank
     from mac_rag.bank.interface import Bank
+    from mac_rag.data.types import Document, QADataset
+    from mac_rag.engine import MACEngine
 
 
 def main(

@@ -53,8 +53,8 @@ def main(
     """
     from eval.harness.protocol import judge, samples
     from eval.harness.results import result_path
-    from mac_rag.engine import MACEngine
     from mac_rag.bank import MemoryBank
+    from mac_rag.engine import MACEngine
     from mac_rag.model import MACModel
     from mac_rag.retrieval.registry import make_retriever
 

@@ -12,9 +12,9 @@ from llama_index.core.base.llms.types import ChatMessage
 from llama_index.core.llms.mock import MockFunctionCallingLLM
 from llama_index.core.memory import Memory
 
+from mac_rag.bank import MemoryBank
 from mac_rag.engine import MACEngine
 from mac_rag.integrations.llama_index import MACMemoryBlock
-from mac_rag.bank import MemoryBank
 from mac_rag.model import MACModel
 
 SAID = [

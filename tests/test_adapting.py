@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 
 from mac_rag import adapting
 from mac_rag.adapting import windows
+from mac_rag.bank import MemoryBank
 from mac_rag.data.newswire.generate import generate
 from mac_rag.data.types import Document
 from mac_rag.engine import MACEngine
-from mac_rag.bank import MemoryBank
 from mac_rag.model import MACModel
 from mac_rag.retrieval.bm25 import BM25Retriever
 from tests.cli.helpers import run

@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from mac_rag.bank import MemoryBank
 from mac_rag.config import AttentionConfig
 from mac_rag.data.newswire.generate import generate
 from mac_rag.data.types import Document
 from mac_rag.engine import MACEngine
 from mac_rag.errors import BankError, DataError
-from mac_rag.bank import MemoryBank
 from mac_rag.model import MACModel
 from mac_rag.retrieval import Retriever
 from mac_rag.retrieval.bm25 import BM25Retriever

@@ -8,19 +8,19 @@ import pytest
 import torch
 
 from benchmarks.large_banks import UnboundedBank
+from mac_rag.bank import MemoryBank
+from mac_rag.bank.bank import Contents
+from mac_rag.bank.overview import put_with_overview
+from mac_rag.bank.projection import ProjectedBank
+from mac_rag.bank.verify import verify
 from mac_rag.config import AttentionConfig
 from mac_rag.data.newswire.generate import generate
 from mac_rag.engine import MACEngine
 from mac_rag.errors import ModelLoadError
-from mac_rag.bank import MemoryBank
-from mac_rag.bank.bank import Contents
-from mac_rag.bank.verify import verify
-from mac_rag.bank.overview import put_with_overview
-from mac_rag.bank.projection import ProjectedBank
 from mac_rag.model import MACModel
 from pipelines.fit_rows import fit_quantizer
-from tests.cli.helpers import refusal, run
 from tests.bank.helpers import rounded
+from tests.cli.helpers import refusal, run
 from tests.pipelines.helpers import command
 
 STREAM = generate("test", 12)

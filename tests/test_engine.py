@@ -11,14 +11,14 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from mac_rag.bank.storage.repair import repair
 
+from mac_rag.bank import MemoryBank
 from mac_rag.config import AttentionConfig
 from mac_rag.data.newswire.generate import generate
 from mac_rag.data.types import Document
 from mac_rag.engine import MACEngine
 from mac_rag.errors import BankError, ConfigError, DocumentError, FingerprintError
-from mac_rag.bank import MemoryBank
-from mac_rag.bank.storage.repair import repair
 from mac_rag.model import MACModel
 from mac_rag.retrieval.bm25 import BM25Retriever
 from tests.helpers import mac_config

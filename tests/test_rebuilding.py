@@ -7,16 +7,16 @@ from pathlib import Path
 
 import pytest
 import torch
+from mac_rag.bank.storage import store
 
 from mac_rag import rebuilding
+from mac_rag.bank import MemoryBank
+from mac_rag.bank.bank import Contents
 from mac_rag.config import BoundConfig
 from mac_rag.data.newswire.generate import generate
 from mac_rag.data.types import Document
 from mac_rag.engine import MACEngine
 from mac_rag.errors import BankError, ConfigError
-from mac_rag.bank import MemoryBank
-from mac_rag.bank.bank import Contents
-from mac_rag.bank.storage import store
 from mac_rag.model import MACModel
 from mac_rag.rebuilding import rebuild
 from mac_rag.retrieval import BM25Retriever

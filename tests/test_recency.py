@@ -9,15 +9,15 @@ from pathlib import Path
 import pytest
 import torch
 
+from mac_rag.bank import MemoryBank
+from mac_rag.bank.overview import layout_for
+from mac_rag.bank.reader import reader_of
 from mac_rag.config import AggregationConfig, AttentionConfig
 from mac_rag.data.dates import ALWAYS, named_in, written
 from mac_rag.data.newswire.generate import generate
 from mac_rag.data.types import Document
 from mac_rag.engine import MACEngine
 from mac_rag.errors import ConfigError
-from mac_rag.bank import MemoryBank
-from mac_rag.bank.overview import layout_for
-from mac_rag.bank.reader import reader_of
 from mac_rag.model import MACModel
 from mac_rag.nn.attended_bank import AttendedBank
 from mac_rag.nn.memory_tokens import MemoryTokens
@@ -31,9 +31,9 @@ from pipelines.tasks.fit_recency import (
     write_fitted,
 )
 from pipelines.tasks.train import moment
+from tests.bank.helpers import fast_folder, random_rows
 from tests.distributed.local_shards import assert_read_alike, made, reader
 from tests.helpers import copy_of
-from tests.bank.helpers import fast_folder, random_rows
 
 STREAM = generate("val", 10)
 QUESTIONS = ["Who opened the bridge?", "In 2003: who opened it?", "Now: what was sold?"]

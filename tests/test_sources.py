@@ -12,12 +12,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mac_rag.bank import MemoryBank
 from mac_rag.cli.terminal import answer_record
 from mac_rag.config import AttentionConfig
 from mac_rag.data.types import Answer, Document, Source
 from mac_rag.engine import MACEngine
 from mac_rag.errors import BankError, ConfigError
-from mac_rag.bank import MemoryBank
 from mac_rag.model import MACModel
 from mac_rag.retrieval.bm25 import BM25Retriever
 from mac_rag.sources import highlights, sentence_spans, support_of

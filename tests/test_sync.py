@@ -12,13 +12,13 @@ import torch
 from typer.testing import CliRunner, Result
 
 from mac_rag import sync
+from mac_rag.bank import MemoryBank
+from mac_rag.bank.interface import Intent
 from mac_rag.cli.main import app
 from mac_rag.data.newswire.generate import generate
 from mac_rag.data.types import Document
 from mac_rag.engine import MACEngine
 from mac_rag.errors import BankError, ConfigError
-from mac_rag.bank import MemoryBank
-from mac_rag.bank.interface import Intent
 from mac_rag.model import MACModel
 from mac_rag.retrieval import BM25Retriever, DenseRetriever, HybridRetriever, Retriever
 from mac_rag.retrieval.chroma import ChromaRetriever

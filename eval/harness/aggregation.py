@@ -13,11 +13,11 @@ from torch import Tensor
 from eval.harness.allocations import allocated_peak
 from eval.harness.protocol import judge
 from eval.harness.results import Row, Verdict
+from mac_rag.bank.bank import MemoryBank
+from mac_rag.bank.projection import ProjectedBank
+from mac_rag.bank.reduction import BoundedBank, ReductionMethod
 from mac_rag.data.types import Document, QADataset, Question
 from mac_rag.engine import Answer
-from mac_rag.bank.bank import MemoryBank
-from mac_rag.bank.reduction import BoundedBank, ReductionMethod
-from mac_rag.bank.projection import ProjectedBank
 from mac_rag.model import MACModel
 from mac_rag.nn.attention import direct_attention
 from mac_rag.nn.bank_view import BankView

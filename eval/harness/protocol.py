@@ -14,6 +14,7 @@ from torch import Tensor
 from eval.harness.costs import Costs
 from eval.harness.kept_answers import KeptAnswer, KeptAnswers, Prompt
 from eval.harness.results import BY_DATES, Adaptation, Gain, Row, Sample, Verdict
+from mac_rag.bank.known_documents import KnownDocuments
 from mac_rag.cli.terminal import say
 from mac_rag.data.dates import moment_of
 from mac_rag.data.metrics import (
@@ -29,7 +30,6 @@ from mac_rag.data.metrics import (
 from mac_rag.data.types import Document, QADataset, Question
 from mac_rag.engine import Answer, MACEngine
 from mac_rag.lm.prompt import FittedPrompt
-from mac_rag.bank.known_documents import KnownDocuments
 from mac_rag.progress import progress_bar
 from mac_rag.retrieval import Hit, Retriever
 

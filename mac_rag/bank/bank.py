@@ -460,7 +460,11 @@ class Contents:
                 raise self._damaged(key, "the checksum of their lexical vectors differs")
         try:
             codes, places, weights = ([kept[key][column] for key in keys] for column in (0, 3, 4))
-            return self.layout.decode(self.layout.unpack(codes, places, weights, *shape), self.quantizer)
+            found = self.layout.decode(self.layout.unpack(codes, places, weights, *shape), self.quantizer)
+            # A sum costs little, and tells that all numbers are finite.
+            if not found.sum().isfinite() and not found.isfinite().all():
+                raise ValueError("a number is not finite")
+            return found
         except (ValueError, TypeError, RuntimeError, IndexError) as error:
             raise self._damaged(keys[0], f"they are not what was written: {error}") from error
 
@@ -635,14 +639,19 @@ class MemoryBank(Contents):
         self._removed: set[int] = set()
         self._touched: set[int] = set()  # entries that were deleted or described anew since the last commit
         self._latest: weakref.ref[Pin] | None = None
-        self._pin = None if database.writer is not None else database.pin()
+        self._pin: Pin | None = None
         try:
+            if database.writer is None:
+                self._pin = database.pin()
             state = _read_state(self.connection, None)
         except BaseException:
+            self._pin = None
             database.close()
             raise
         super().__init__(state)
         self._committed, self._committed_version = state, self.version
+        if database.lock is not None and state.keys is None:
+            remove_keys_file(database.path)  # it may hold something that a killed process has deleted
 
     @classmethod
     def create(

@@ -63,7 +63,7 @@ SCHEMA = (
 )
 # Endings of the files beside a bank: of SQLite, the lock, the derived keys, and a file that is not complete yet.
 WAL, SHM, LOCK, KEYS, UNFINISHED = "-wal", "-shm", "-lock", "-keys", "-new"
-_PAGE = 16384  # bytes; memory tokens of a row take several
+_PAGE = 4096  # bytes; of larger pages more stays empty, whatever the size of a row
 _KEPT = 4  # connections that nobody uses, and that are not closed
 _WAIT = 10.0  # seconds for another process to end its commit, or to close the bank
 _NO_ROOM = "nothing was changed: free some space on the disk, and do it again"
@@ -129,6 +129,8 @@ def database_errors(path: Path, what: str) -> Iterator[None]:
         raise BankError(reason) from error
     except sqlite3.ProgrammingError as error:
         raise BankError(f"{path} cannot be {what}: {error} Open it again") from error
+    except UnicodeDecodeError as error:  # even in the message of an error
+        raise DamageError(f"{path} is damaged or no memory bank: {error}; restore it from a backup") from error
     except sqlite3.Error as error:
         code = (getattr(error, "sqlite_errorcode", None) or sqlite3.SQLITE_ERROR) & 0xFF
         if code in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):

@@ -195,10 +195,7 @@ class RowLayout(BaseModel):
             for name, flat in (("places", places_of_all), ("weights", weights_of_all)):
                 columns[name] = flat.new_zeros(len(counts), width_of_all)
                 columns[name][within] = flat
-        rows = Rows(columns)
-        if (fault := rows.fault()) is not None:
-            raise ValueError(fault)
-        return rows
+        return Rows(columns)
 
     def unpack_summaries(
         self, summary: Sequence[bytes], places: Sequence[bytes], weights: Sequence[bytes], tokens: int, width: int
@@ -219,12 +216,12 @@ class RowLayout(BaseModel):
     def _lexical(self, places: Sequence[bytes], weights: Sequence[bytes], width: int) -> tuple[Tensor, Tensor, Tensor]:
         """Counts, places and weights of lexical vectors, side by side."""
         counts = torch.tensor([len(each) for each in places], dtype=torch.int32) // 4
-        found = torch.frombuffer(bytearray(b"".join(places)), dtype=torch.int32) if counts.any() else _NO_PLACES
+        found = _from_bytes(bytearray().join(places), torch.int32)
         size = self._weights.itemsize
         lengths = torch.tensor([len(each) for each in weights], dtype=torch.int32)
         if not torch.equal(lengths, size * counts):
             raise ValueError("places and numbers of a lexical vector do not agree")
-        numbers = _from_bytes(b"".join(weights), self._weights)
+        numbers = _from_bytes(bytearray().join(weights), self._weights)
         if len(found) and not 0 <= int(found.min()) <= int(found.max()) < self.lexical_vectors * width:
             raise ValueError("a place is outside of the lexical vectors")
         if not numbers.isfinite().all() or (numbers == 0).any():
@@ -337,15 +334,12 @@ class Rows:
         return None
 
 
-_NO_PLACES = torch.empty(0, dtype=torch.int32)
-
-
 def _bytes(tensor: Tensor) -> bytes:
     return tensor.contiguous().flatten().view(torch.uint8).numpy().tobytes() if tensor.numel() else b""
 
 
-def _from_bytes(data: bytes, dtype: torch.dtype) -> Tensor:
-    return torch.frombuffer(bytearray(data), dtype=dtype) if data else torch.empty(0, dtype=dtype)
+def _from_bytes(data: bytearray, dtype: torch.dtype) -> Tensor:
+    return torch.frombuffer(data, dtype=dtype) if data else torch.empty(0, dtype=dtype)
 
 
 def _side_by_side(columns: Sequence[Tensor], count: int) -> list[bytes]:
@@ -369,7 +363,7 @@ def _apart(rows: Sequence[bytes], shapes: Mapping[str, tuple[torch.dtype, tuple[
     sizes = [dtype.itemsize * math.prod(shape) for dtype, shape in shapes.values()]
     if any(len(row) != sum(sizes) for row in rows):
         raise ValueError(f"a row does not have {sum(sizes):,} bytes")
-    whole = _from_bytes(b"".join(rows), torch.uint8).view(len(rows), sum(sizes))
+    whole = _from_bytes(bytearray().join(rows), torch.uint8).view(len(rows), sum(sizes))
     # A copy of each begins where its numbers are aligned.
     parts = [whole] if len(sizes) == 1 else [part.clone() for part in whole.split(sizes, 1)]
     return {

@@ -11,12 +11,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mac_rag.config import AttentionConfig
-from mac_rag.data.types import Document
-from mac_rag.errors import BankError
 from mac_rag.bank import MemoryBank
 from mac_rag.bank.prior_index import PriorIndex
 from mac_rag.bank.reader import BankReader
+from mac_rag.config import AttentionConfig
+from mac_rag.data.types import Document
+from mac_rag.errors import BankError
 from mac_rag.model import MACModel
 from tests.bank.helpers import READINGS, ROUNDING, random_rows
 

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from mac_rag.bank import MemoryBank
 from mac_rag.data.types import Document
 from mac_rag.errors import BankError, FingerprintError
-from mac_rag.bank import MemoryBank
 
 TOKENS, WIDTH = 2, 3
 

@@ -10,15 +10,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mac_rag.data.document_ids import those_in
-from mac_rag.data.types import Document
-from mac_rag.errors import BankError
 from mac_rag.bank import MemoryBank
 from mac_rag.bank.bank import Contents
 from mac_rag.bank.directory import Dating
 from mac_rag.bank.known_documents import KnownDocuments
 from mac_rag.bank.rows import RowLayout
 from mac_rag.bank.verify import verify
+from mac_rag.data.document_ids import those_in
+from mac_rag.data.types import Document
+from mac_rag.errors import BankError
 from tests.bank.helpers import memory
 
 NAMES = [f"d{number}" for number in range(8)]

@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from mac_rag.data.types import Document
 from mac_rag.bank.bank import MemoryBank
 from mac_rag.bank.overview import keeps_overview, layout_for, put_with_overview
 from mac_rag.bank.projection import ProjectedBank
+from mac_rag.data.types import Document
 from mac_rag.nn.aggregation import AggregationNetwork
 from mac_rag.nn.attention import direct_attention
 from mac_rag.nn.memory_tokens import MemoryTokens

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import functional
 
-from mac_rag.errors import BankError
 from mac_rag.bank.prior_index import PriorIndex
+from mac_rag.errors import BankError
 
 WIDTH = 16
 

@@ -14,18 +14,18 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from mac_rag.bank.storage.commit_reader import check_consistency, read_commit
+from mac_rag.bank.storage.repair import repair, verify
 from safetensors.torch import load_file, save
 from torch import Tensor
 
 from mac_rag.atomic_files import sealed
+from mac_rag.bank import MemoryBank
+from mac_rag.bank.copies import backup, restore
+from mac_rag.bank.remote import pull, push
+from mac_rag.bank.rows import RowLayout
 from mac_rag.data.types import Document
 from mac_rag.errors import BankError, DamageError
-from mac_rag.bank import MemoryBank
-from mac_rag.bank.rows import RowLayout
-from mac_rag.bank.copies import backup, restore
-from mac_rag.bank.storage.commit_reader import check_consistency, read_commit
-from mac_rag.bank.remote import pull, push
-from mac_rag.bank.storage.repair import repair, verify
 from mac_rag.nn.product_quantizer import ProductQuantizer
 from tests.faults import faults
 

@@ -8,13 +8,13 @@ from typing import Literal
 import pytest
 import torch
 
+from mac_rag.bank import MemoryBank
+from mac_rag.bank.base_reader import RecentQuestions
+from mac_rag.bank.reader import BankReader
 from mac_rag.config import AttentionConfig
 from mac_rag.data.newswire.generate import generate
 from mac_rag.data.types import Document
 from mac_rag.errors import BankError, ConfigError
-from mac_rag.bank import MemoryBank
-from mac_rag.bank.base_reader import RecentQuestions
-from mac_rag.bank.reader import BankReader
 from mac_rag.model import MACModel
 from mac_rag.nn.memory_tokens import MemoryTokens
 from mac_rag.nn.unpadded_bert import Reading

@@ -10,11 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from mac_rag.bank import MemoryBank
+from mac_rag.bank.reduction import BoundedBank, ClosestPair, Reduction, ReductionMethod
 from mac_rag.data.provenance import content_hash
 from mac_rag.data.types import Document
 from mac_rag.errors import BankError, ConfigError
-from mac_rag.bank import MemoryBank
-from mac_rag.bank.reduction import BoundedBank, ClosestPair, Reduction, ReductionMethod
 
 TOKENS, WIDTH = 2, 3
 METHODS: list[ReductionMethod] = ["random-pruning", "random-averaging", "nearest-averaging"]

@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from mac_rag.data.types import Document
-from mac_rag.errors import BankError
 from mac_rag.bank import MemoryBank
 from mac_rag.bank.rows import GrowingRows, RowLayout, Rows
+from mac_rag.data.types import Document
+from mac_rag.errors import BankError
 from tests.bank.helpers import rounded
 
 T, R, D = 3, 2, 5

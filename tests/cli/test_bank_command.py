@@ -9,8 +9,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from mac_rag.data.types import Document
 from mac_rag.bank import MemoryBank
+from mac_rag.data.types import Document
 from tests.cli.helpers import refusal, run
 
 

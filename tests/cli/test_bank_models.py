@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from mac_rag.bank.storage.manifest import MANIFEST
+from mac_rag.bank.storage.model_name import MODEL_NAME, read_model_name, write_model_name
 
 from mac_rag.atomic_files import sealed
 from mac_rag.bank import MemoryBank
-from mac_rag.bank.storage.manifest import MANIFEST
-from mac_rag.bank.storage.model_name import MODEL_NAME, read_model_name, write_model_name
 from mac_rag.model import MACModel
 from tests.cli.helpers import refusal, run
 

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from mac_rag.cli.main import app, main
 from mac_rag.bank import MemoryBank
+from mac_rag.cli.main import app, main
 from mac_rag.model import MACModel
 from tests.cli.helpers import refusal, run
 from tests.helpers import HEAVY

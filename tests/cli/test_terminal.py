@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from rich.table import Table
 from typer.testing import CliRunner
 
+from mac_rag.bank import MemoryBank
 from mac_rag.cli.main import app
 from mac_rag.cli.run import run_app
 from mac_rag.cli.terminal import cell, say, show_table
-from mac_rag.bank import MemoryBank
 from mac_rag.untrusted_files import printable
 
 ROOT = Path(__file__).parents[2]

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
+from mac_rag.bank import MemoryBank
 from mac_rag.data.provenance import Member
 from mac_rag.data.types import Document
 from mac_rag.engine import MACEngine
 from mac_rag.errors import BankError, DocumentError, MACError
-from mac_rag.bank import MemoryBank
 from mac_rag.model import MACModel
 from mac_rag.retrieval import BM25Retriever
 from mac_rag.retrieval.base import check_documents

@@ -9,6 +9,10 @@ from typing import Any
 
 import torch
 
+from mac_rag.bank import MemoryBank
+from mac_rag.bank.base_reader import Reader
+from mac_rag.bank.overview import layout_for
+from mac_rag.bank.reader import reader_of
 from mac_rag.config import AttentionConfig
 from mac_rag.data.types import Document
 from mac_rag.distributed.messages import ShardContents
@@ -16,10 +20,6 @@ from mac_rag.distributed.shard import Shard
 from mac_rag.distributed.sharded_bank import ShardedBank
 from mac_rag.distributed.transport import LostShard, Request, ShardSettings
 from mac_rag.errors import MACError
-from mac_rag.bank import MemoryBank
-from mac_rag.bank.base_reader import Reader
-from mac_rag.bank.overview import layout_for
-from mac_rag.bank.reader import reader_of
 from mac_rag.model import MACModel
 
 

@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from mac_rag.adapting import GROUP, DocumentWriter
+from mac_rag.bank.bank import MemoryBank
 from mac_rag.data.readers import read_documents
 from mac_rag.data.types import AdaptReport
 from mac_rag.distributed import adapting
@@ -23,7 +24,6 @@ from mac_rag.distributed.adapting import BulkAdapter
 from mac_rag.distributed.cluster import connected_ray
 from mac_rag.engine import MACEngine
 from mac_rag.errors import BankError, ConfigError, DataError, DocumentError, MACError, WorkerError
-from mac_rag.bank.bank import MemoryBank
 from mac_rag.model import MACModel
 from mac_rag.retrieval.bm25 import BM25Retriever
 from tests.cli.helpers import run

@@ -12,8 +12,8 @@ from mac_rag.atomic_files import sealed, unsealed
 from mac_rag.distributed.shard_files import shard_folder
 from mac_rag.errors import BankError, ConfigError, DamageError, FingerprintError
 from mac_rag.model import MACModel
-from tests.distributed.local_shards import documents, made, opened
 from tests.bank.helpers import random_rows
+from tests.distributed.local_shards import documents, made, opened
 
 
 @pytest.fixture

@@ -13,6 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from mac_rag.bank import MemoryBank
+from mac_rag.bank.directory import id_hashes
+from mac_rag.bank.overview import layout_for
+from mac_rag.bank.reader import reader_of
 from mac_rag.config import AttentionConfig, BoundConfig
 from mac_rag.data.types import Document
 from mac_rag.distributed.shard import Shard
@@ -21,16 +25,12 @@ from mac_rag.distributed.sharded_bank import ShardedBank
 from mac_rag.engine import MACEngine
 from mac_rag.errors import BankError, ConfigError, ShardLostError
 from mac_rag.lm.devices import DTYPES
-from mac_rag.bank import MemoryBank
-from mac_rag.bank.directory import id_hashes
-from mac_rag.bank.overview import layout_for
-from mac_rag.bank.reader import reader_of
 from mac_rag.model import MACModel
 from mac_rag.model.calibration import Calibration
 from mac_rag.nn.attention import direct_attention
 from mac_rag.nn.memory_tokens import MemoryTokens
-from tests.distributed.local_shards import assert_read_alike, documents, local, made, opened, reader, reader
 from tests.bank.helpers import fast_folder, random_rows, rounded, rows_read
+from tests.distributed.local_shards import assert_read_alike, documents, local, made, opened, reader
 from tests.nn.helpers import TOKENS, WIDTH, network, random, random_texts
 
 CLOSE = {"rtol": 1e-10, "atol": 1e-10}
@@ -219,7 +219,8 @@ def test_an_engine_answers_from_shards_as_from_one_bank(loaded_tiny_model: MACMo
         found, expected = engine.answer(QUESTIONS), one.answer(QUESTIONS)
         assert [each.text for each in found] == [each.text for each in expected]
         assert {each.unread for each in found} == {0.0}
-        assert_read_alike(reader(engine.model, engine.bank), reader(one.model, one.bank), QUESTIONS, {"text 1", "text 2", "text 8"})
+        allowed = {"text 1", "text 2", "text 8"}
+        assert_read_alike(reader(engine.model, engine.bank), reader(one.model, one.bank), QUESTIONS, allowed)
         engine.compact()
         assert_read_alike(reader(engine.model, engine.bank), reader(one.model, one.bank), QUESTIONS)
         with pytest.raises(ConfigError, match="'preselect'"):

@@ -17,8 +17,8 @@ from mac_rag.errors import BankError, MACError, ShardLostError
 from mac_rag.model import MACModel
 from mac_rag.retrieval.bm25 import BM25Retriever
 from mac_rag.sync import difference
-from tests.distributed.local_shards import assert_read_alike, documents, local, made, opened, reader
 from tests.bank.helpers import random_rows
+from tests.distributed.local_shards import assert_read_alike, documents, local, made, opened, reader
 
 QUESTIONS = ["Who opened the bridge?", "Where is the museum?"]
 BEFORE = [Document(f"text {n}", f"Ada Voss has opened bridge number {n} of the town.") for n in range(6)]

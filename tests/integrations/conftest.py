@@ -12,10 +12,10 @@ import torch
 from llama_index.core import Document, Settings, VectorStoreIndex
 from llama_index_instrumentation import root_dispatcher
 
+from mac_rag.bank import MemoryBank
 from mac_rag.data.types import Document as MACDocument
 from mac_rag.engine import MACEngine
 from mac_rag.integrations.llama_index import MACLLM
-from mac_rag.bank import MemoryBank
 from mac_rag.model import MACModel
 from tests.helpers import copy_of
 from tests.integrations.helpers import FACTS, NEWS, EventLog, HashEmbedding, RecordingEngine, forget_warnings

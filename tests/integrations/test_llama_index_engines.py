@@ -14,9 +14,9 @@ from llama_index.core.base.response.schema import AsyncStreamingResponse, Stream
 from llama_index.core.memory import Memory
 from llama_index.core.query_engine import RetrieverQueryEngine
 
+from mac_rag.bank.bank import MemoryBank
 from mac_rag.errors import FingerprintError
 from mac_rag.integrations.llama_index import MACLLM
-from mac_rag.bank.bank import MemoryBank
 from mac_rag.model import MACModel
 from tests.integrations.helpers import FACTS, QUESTION, RecordingEngine, forget_warnings
 

@@ -24,10 +24,10 @@ from llama_index.core.vector_stores import SimpleVectorStore
 from llama_index.vector_stores.chroma import ChromaVectorStore
 
 import mac_rag.adapting
+from mac_rag.bank.bank import MemoryBank
 from mac_rag.errors import BankError, ConfigError
 from mac_rag.integrations.llama_index import MACVectorStore, MemoryWriter
 from mac_rag.integrations.llama_index.writer import documents_in
-from mac_rag.bank.bank import MemoryBank
 from mac_rag.model import MACModel
 from tests.integrations.helpers import FACTS, QUESTION, HashEmbedding, RecordingEngine, facts, forget_warnings
 

@@ -18,10 +18,10 @@ from llama_index.core.output_parsers import PydanticOutputParser
 from llama_index.core.tools import FunctionTool
 from pydantic import BaseModel
 
+from mac_rag.bank.bank import MemoryBank
 from mac_rag.data.types import Document
 from mac_rag.errors import BankError, ConfigError, DocumentError, FingerprintError, MACError, ModelLoadError
 from mac_rag.integrations.llama_index import MACLLM
-from mac_rag.bank.bank import MemoryBank
 from mac_rag.model import MACModel
 from tests.integrations.helpers import FACTS, QUESTION, EventLog, RecordingEngine, reference, user
 

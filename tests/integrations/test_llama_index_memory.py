@@ -15,9 +15,9 @@ from llama_index.core.ingestion.pipeline import get_transformation_hash
 from llama_index.core.node_parser import SentenceSplitter
 from llama_index.core.schema import MetadataMode
 
+from mac_rag.bank.bank import MemoryBank
 from mac_rag.errors import BankError, DocumentError, FingerprintError, MACError
 from mac_rag.integrations.llama_index import MemoryWriter
-from mac_rag.bank.bank import MemoryBank
 from mac_rag.model import MACModel
 from tests.integrations.helpers import FACTS, HashEmbedding, RecordingEngine, facts
 

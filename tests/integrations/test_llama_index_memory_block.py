@@ -15,12 +15,12 @@ from llama_index.core import MockEmbedding, VectorStoreIndex
 from llama_index.core.base.llms.types import ChatMessage, MessageRole
 from llama_index.core.memory import Memory
 
+from mac_rag.bank import MemoryBank
 from mac_rag.data.types import Document
 from mac_rag.engine import MACEngine
 from mac_rag.errors import ConfigError
 from mac_rag.integrations.llama_index import MACMemoryBlock, MACRetriever, MemoryWriter
 from mac_rag.integrations.llama_index.memory_block import _Session
-from mac_rag.bank import MemoryBank
 from mac_rag.model import MACModel
 from mac_rag.retrieval import BM25Retriever
 

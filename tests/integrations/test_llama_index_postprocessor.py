@@ -20,10 +20,10 @@ from llama_index.core.vector_stores import SimpleVectorStore
 from llama_index.core.vector_stores.types import MetadataFilter, MetadataFilters
 from llama_index.vector_stores.chroma import ChromaVectorStore
 
+from mac_rag.bank.bank import MemoryBank
 from mac_rag.data.types import Document as MACDocument
 from mac_rag.errors import ConfigError, FingerprintError, MACError
 from mac_rag.integrations.llama_index import MACLLM, MACNodePostprocessor, MemoryWriter
-from mac_rag.bank.bank import MemoryBank
 from mac_rag.model import MACModel
 from tests.integrations.helpers import FACTS, QUESTION, EventLog, HashEmbedding, RecordingEngine, scored
 

@@ -10,11 +10,11 @@ from llama_index.core.base.response.schema import StreamingResponse
 from llama_index.core.llms import ChatMessage
 from llama_index.core.schema import NodeWithScore, TextNode
 
+from mac_rag.bank import MemoryBank
 from mac_rag.config import AttentionConfig
 from mac_rag.data.types import Document
 from mac_rag.engine import MACEngine
 from mac_rag.integrations.llama_index import MACLLM, MACSynthesizer
-from mac_rag.bank import MemoryBank
 from mac_rag.model import MACModel
 from mac_rag.model.calibration import Calibration
 from tests.integrations.helpers import FACTS, QUESTION

@@ -266,8 +266,8 @@ def test_configurations_name_what_is_wrong(model_folder: Folder) -> None:
 
 
 def test_a_bank_of_another_model(tiny_model: MACModel) -> None:
-    from mac_rag.engine import MACEngine
     from mac_rag.bank import MemoryBank
+    from mac_rag.engine import MACEngine
 
     with pytest.raises(FingerprintError, match="written by model 0123"):
         MACEngine(tiny_model, MemoryBank("0123456789abcdef"))

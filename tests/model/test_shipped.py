@@ -6,12 +6,12 @@ import pytest
 import torch
 
 from mac_rag import DEFAULT_MODEL
+from mac_rag.bank import MemoryBank
 from mac_rag.cli.try_out import SAMPLE
 from mac_rag.data.metrics import f1
 from mac_rag.data.types import Document
 from mac_rag.engine import MACEngine
 from mac_rag.errors import FingerprintError, ModelLoadError
-from mac_rag.bank import MemoryBank
 from mac_rag.model import MACModel
 from mac_rag.model.checkpoint import SHIPPED, find
 from mac_rag.retrieval.registry import make_retriever

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 
+from mac_rag.bank import MemoryBank
 from mac_rag.config import AggregationConfig, AttentionConfig, ModulationConfig, PromptFormat
 from mac_rag.data.types import Document
 from mac_rag.engine import MACEngine
 from mac_rag.errors import ConfigError
-from mac_rag.bank import MemoryBank
 from mac_rag.model import MACModel
 from pipelines.objective import Batch, LossWeights, mac_loss
 from pipelines.tasks.fit_recency import with_recency_term

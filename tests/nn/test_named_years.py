@@ -15,11 +15,11 @@ from tokenizers.models import WordLevel, WordPiece
 from tokenizers.pre_tokenizers import ByteLevel, Whitespace
 from transformers import PreTrainedTokenizerFast
 
+from mac_rag.bank import MemoryBank
+from mac_rag.bank.reader import reader_of
 from mac_rag.config import AttentionConfig, HashedBM25Config, YearsConfig
 from mac_rag.data.types import Document, QADataset, Question
 from mac_rag.errors import ConfigError
-from mac_rag.bank import MemoryBank
-from mac_rag.bank.reader import reader_of
 from mac_rag.model import MACModel
 from mac_rag.model.factory import named_years
 from mac_rag.model.mac import fingerprint_fields

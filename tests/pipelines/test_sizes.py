@@ -19,11 +19,11 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModel, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from eval.harness.allocations import allocated_peak
+from mac_rag.bank import MemoryBank
 from mac_rag.config import BaseLMConfig, EncoderConfig, MACConfig, ModulationConfig
 from mac_rag.data.types import Document
 from mac_rag.engine import MACEngine
 from mac_rag.errors import ConfigError, ModelLoadError
-from mac_rag.bank import MemoryBank
 from mac_rag.model import MACModel
 from mac_rag.model.presets import PAPER, PRESETS, SMALL, preset, sized_for
 from mac_rag.nn.modulation import PrefixTuning

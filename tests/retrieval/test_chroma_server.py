@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 import trustme
 
+from mac_rag.bank import MemoryBank
 from mac_rag.data.types import Document
 from mac_rag.engine import MACEngine
 from mac_rag.errors import BankError, ConfigError, MACError
-from mac_rag.bank import MemoryBank
 from mac_rag.model import MACModel
 from mac_rag.retrieval import chroma_server
 from mac_rag.retrieval.chroma import ChromaRetriever

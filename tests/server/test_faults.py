@@ -18,9 +18,9 @@ from typing import Any
 import httpx
 import pytest
 
+from mac_rag.bank import MemoryBank
 from mac_rag.engine import MACEngine
 from mac_rag.errors import ConfigError
-from mac_rag.bank import MemoryBank
 from mac_rag.model import MACModel
 from mac_rag.server.keys import KeyStore
 from mac_rag.server.service import Service

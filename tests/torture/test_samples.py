@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import traceback
 from pathlib import Path
 
 import pytest
-from mac_rag.bank.storage.lock import HOLDER
 
-from mac_rag.bank import MemoryBank
 from tests.bank.helpers import fast_folder
-from tests.faults import watching
 from tests.helpers import run_in_process
 from tests.torture import soak
 from tests.torture.mutations import little_memory
 from tests.torture.part import make
-from tests.torture.power_loss import Recorder
+from tests.torture.system import preloading
 
 pytestmark = pytest.mark.slow
 
@@ -33,23 +32,12 @@ def test_a_damaged_file_is_refused_or_read_as_it_was_meant(part: str, trials: in
                 torture.trial(seed)
 
 
-def test_moments_of_a_power_loss() -> None:
-    with fast_folder() as place:
-        torture = make("power_loss", place)
-        for seed in range(0, torture.goal, torture.goal // 16):
-            torture.trial(seed)
-
-
-def test_the_writers_note_lasts_before_a_commit_does() -> None:
-    """Without the note, the copy of the manifest, which may last before it, would look like the newest manifest."""
-    with fast_folder() as place:
-        MemoryBank.create(place / "bank", "f00d").close()
-        recorder = Recorder(place / "bank")
-        with watching(recorder), MemoryBank.open(place / "bank", write=True):
-            events = list(recorder.events)
-    named = [number for number, event in enumerate(events) if event.names and HOLDER in event.names]
-    assert named
-    assert any(event.synced == "." for event in events[named[0] :])
+@pytest.mark.parametrize(("part", "seeds"), [("power_loss", range(0, 6400, 400)), ("faults", range(0, 8000, 250))])
+def test_what_the_system_refuses_or_loses(part: str, seeds: range) -> None:
+    """In a process whose calls of the system can be watched."""
+    command = [sys.executable, "-m", "tests.torture", part, "--seed", *map(str, seeds)]
+    done = subprocess.run(command, env=preloading(), capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
 
 
 def test_tenants() -> None:
@@ -59,22 +47,25 @@ def test_tenants() -> None:
             torture.trial(seed)
 
 
-def _try(part: str, seeds: range, report: Path) -> None:
+def test_killed_writers() -> None:
+    command = [sys.executable, "-m", "tests.torture", "kills", "--seed", *map(str, range(8))]
+    done = subprocess.run(command, env=preloading(), capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+def _soak(report: Path) -> None:
     try:
         with fast_folder() as place:
-            torture = make(part, place)
-            if isinstance(torture, soak.Torture):
-                torture.seconds = 2.0
-            for seed in seeds:
-                torture.trial(seed)
+            torture = soak.Torture(place)
+            torture.seconds = 2.0
+            torture.trial(0)
     except BaseException:
         report.write_text(traceback.format_exc())
 
 
-@pytest.mark.parametrize(("part", "trials"), [("kills", 8), ("soak", 1)])
-def test_processes_of_their_own(part: str, trials: int, tmp_path: Path) -> None:
+def test_one_writer_and_four_readers(tmp_path: Path) -> None:
     """They are forked from a process without threads."""
     report = tmp_path / "report"
-    code = run_in_process(_try, part, range(trials), report)
+    code = run_in_process(_soak, report)
     assert not report.exists(), report.read_text()
     assert code == 0

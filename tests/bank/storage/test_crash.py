@@ -17,10 +17,10 @@ from typing import Any
 
 import pytest
 
-from mac_rag.data.types import Document
-from mac_rag.errors import BankError
 from mac_rag.bank import MemoryBank
 from mac_rag.bank.verify import verify
+from mac_rag.data.types import Document
+from mac_rag.errors import BankError
 from tests.bank.helpers import change, contents, memory, stop_at, update_for_ever, write_for_ever
 
 KILLS = int(os.environ.get("MAC_RAG_KILLS", "30"))

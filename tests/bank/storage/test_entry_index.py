@@ -9,20 +9,20 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
-
-from mac_rag.data.document_ids import id_hash
-from mac_rag.data.provenance import Member
-from mac_rag.data.types import Document
-from mac_rag.errors import BankError, DamageError
-from mac_rag.bank import MemoryBank, entry_table
-from mac_rag.bank.directory import Record
-from mac_rag.bank.rows import RowLayout
 from mac_rag.bank.storage import record_lines, records_file
 from mac_rag.bank.storage.entry_index import EntryIndex, read_index
 from mac_rag.bank.storage.manifest import MANIFEST, SegmentInfo, read_manifest, write_manifest
 from mac_rag.bank.storage.record_lines import RecordLine
 from mac_rag.bank.storage.repair import repair, verify
+from torch import Tensor
+
+from mac_rag.bank import MemoryBank, entry_table
+from mac_rag.bank.directory import Record
+from mac_rag.bank.rows import RowLayout
+from mac_rag.data.document_ids import id_hash
+from mac_rag.data.provenance import Member
+from mac_rag.data.types import Document
+from mac_rag.errors import BankError, DamageError
 from mac_rag.untrusted_files import MalformedError
 from tests.bank.helpers import memory
 

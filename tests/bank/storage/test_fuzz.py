@@ -11,13 +11,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
-from mac_rag.data.types import Document
-from mac_rag.errors import BankError, DamageError
-from mac_rag.bank import MemoryBank
-from mac_rag.bank.rows import RowLayout
 from mac_rag.bank.storage.repair import repair, verify
 from mac_rag.bank.storage.store import Store
+
+from mac_rag.bank import MemoryBank
+from mac_rag.bank.rows import RowLayout
+from mac_rag.data.types import Document
+from mac_rag.errors import BankError, DamageError
 from mac_rag.nn.product_quantizer import ProductQuantizer
 from mac_rag.untrusted_files import printable
 from tests.bank.helpers import TOKENS, WIDTH, fast_folder, memory

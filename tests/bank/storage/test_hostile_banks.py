@@ -12,16 +12,16 @@ from typing import Any
 
 import pytest
 import torch
+from mac_rag.bank.storage.folder import is_vacant
+from mac_rag.bank.storage.repair import repair, verify
 
 from mac_rag.atomic_files import sealed
-from mac_rag.data.provenance import Member
-from mac_rag.data.types import Document
-from mac_rag.errors import BankError, DamageError
 from mac_rag.bank import MemoryBank
 from mac_rag.bank.bank import BankEntry
 from mac_rag.bank.copies import restore
-from mac_rag.bank.storage.folder import is_vacant
-from mac_rag.bank.storage.repair import repair, verify
+from mac_rag.data.provenance import Member
+from mac_rag.data.types import Document
+from mac_rag.errors import BankError, DamageError
 from mac_rag.untrusted_files import METADATA_DEPTH
 from tests.faults import faults
 from tests.torture import banks

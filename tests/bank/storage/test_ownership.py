@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from mac_rag.data.types import Document
-from mac_rag.errors import BankError, FingerprintError
 from mac_rag.bank import MemoryBank
 from mac_rag.bank.verify import verify
+from mac_rag.data.types import Document
+from mac_rag.errors import BankError, FingerprintError
 from tests.bank.helpers import contents, memory, put
 
 

@@ -7,11 +7,11 @@ import stat
 from pathlib import Path
 
 import pytest
+from mac_rag.bank.storage.repair import repair
 
-from mac_rag.data.types import Document
 from mac_rag.bank import MemoryBank
 from mac_rag.bank.copies import backup
-from mac_rag.bank.storage.repair import repair
+from mac_rag.data.types import Document
 from tests.bank.helpers import memory
 
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="modes of files are POSIX's")

@@ -14,14 +14,14 @@ import pytest
 import torch
 from click.testing import Result
 from fsspec.implementations.memory import MemoryFileSystem
+from mac_rag.bank.storage.repair import repair, verify
 from typer.testing import CliRunner
 
+from mac_rag.bank import MemoryBank
+from mac_rag.bank.remote import _Remote, pull, push
 from mac_rag.cli.main import app
 from mac_rag.data.types import Document
 from mac_rag.errors import BankError, DamageError, FingerprintError
-from mac_rag.bank import MemoryBank
-from mac_rag.bank.remote import _Remote, pull, push
-from mac_rag.bank.storage.repair import repair, verify
 from tests.bank.helpers import contents, memory, put
 
 NAMES = [f"document {number}" for number in range(8)]

@@ -7,17 +7,17 @@ import shutil
 from pathlib import Path
 
 import pytest
-
-from mac_rag.errors import BankError, DamageError, FingerprintError
-from mac_rag.bank import MemoryBank
 from mac_rag.bank.storage import repair as repairing
-from mac_rag.bank.copies import backup, restore
 from mac_rag.bank.storage.manifest import MANIFEST, MANIFEST_COPY, Intent, read_manifest
 from mac_rag.bank.storage.model_name import read_model_name, write_model_name
 from mac_rag.bank.storage.repair import repair, verify
 from mac_rag.bank.storage.store import Store
-from tests.faults import faults
+
+from mac_rag.bank import MemoryBank
+from mac_rag.bank.copies import backup, restore
+from mac_rag.errors import BankError, DamageError, FingerprintError
 from tests.bank.helpers import change, contents, memory, put
+from tests.faults import faults
 
 
 def filled(place: Path, names: str = "abcdef") -> dict[str, float]:

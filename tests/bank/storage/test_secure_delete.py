@@ -8,16 +8,16 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from mac_rag.bank.storage import commit_reader, manifest, segment
+from mac_rag.bank.storage.repair import repair, verify
 
 from mac_rag.atomic_files import remove_file, write_file
+from mac_rag.bank import MemoryBank
+from mac_rag.bank.copies import backup, restore
 from mac_rag.data.types import Document
 from mac_rag.errors import BankError
-from mac_rag.bank import MemoryBank
-from mac_rag.bank.storage import commit_reader, manifest, segment
-from mac_rag.bank.copies import backup, restore
-from mac_rag.bank.storage.repair import repair, verify
-from tests.faults import faults
 from tests.bank.helpers import contents, memory
+from tests.faults import faults
 
 TEXTS = {"a": "The bridge opened.", "b": "The museum closed.", "c": "The mill burned."}
 

@@ -11,16 +11,16 @@ from pathlib import Path
 
 import pytest
 import torch
+from mac_rag.bank.storage.manifest import FORMERS
+from mac_rag.bank.storage.repair import repair, verify
 from safetensors import safe_open
 
 from mac_rag.atomic_files import sealed
+from mac_rag.bank import MemoryBank
 from mac_rag.data.types import Document
 from mac_rag.errors import BankError, FingerprintError
-from mac_rag.bank import MemoryBank
-from mac_rag.bank.storage.manifest import FORMERS
-from mac_rag.bank.storage.repair import repair, verify
-from tests.faults import faults
 from tests.bank.helpers import contents, memory
+from tests.faults import faults
 
 
 def made(folder: Path, *names: str) -> MemoryBank:

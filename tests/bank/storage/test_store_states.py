@@ -11,14 +11,14 @@ import torch
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from mac_rag.bank.storage import store
 from torch import Tensor
 
-from mac_rag.data.types import Document
-from mac_rag.errors import BankError
 from mac_rag.bank import MemoryBank
 from mac_rag.bank.bank import Snapshot
-from mac_rag.bank.storage import store
 from mac_rag.bank.verify import verify
+from mac_rag.data.types import Document
+from mac_rag.errors import BankError
 from tests.bank.helpers import TOKENS, WIDTH, fast_folder
 
 IDS = ["a", "b", "ü/../c", "\x1b[2J\n\x85", "\u202e\u2028 👩‍👩‍👧", "f"]

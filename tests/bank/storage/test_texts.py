@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from mac_rag.bank.storage.repair import repair, verify
 
-from mac_rag.data.types import Document
-from mac_rag.errors import BankError, DamageError
 from mac_rag.bank import MemoryBank
 from mac_rag.bank.copies import backup, restore
-from mac_rag.bank.storage.repair import repair, verify
+from mac_rag.data.types import Document
+from mac_rag.errors import BankError, DamageError
 from tests.bank.helpers import fast_folder, memory
 
 TEXTS = {"a": "The bridge opened.", "b": "Für alle\n\u2028 Fälle \U0001f600", "c": ""}
