@@ -1215,7 +1215,7 @@ class MemoryBank(Contents):
         remove_keys_file(self._database.path)
         self._state = self._committed = self._committed._replace(keys=None)
         self._latest = None
-        link.rows("PRAGMA incremental_vacuum", what="written to")
+        link.shrink()
         if not link.clean(wait=True):
             raise BankError(
                 f"{self.path} is committed, but somebody reads an older commit of it, which its log has to keep; "

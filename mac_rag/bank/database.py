@@ -265,6 +265,16 @@ class Connection:
         with self._turn, database_errors(self.path, "written to"):
             source._connection.backup(self._connection, pages=-1)
 
+    def shrink(self) -> None:
+        """Gives pages that hold nothing back to the disk.
+
+        Raises:
+            BankError: see `database_errors`.
+        """
+        with self._turn, database_errors(self.path, "written to"):
+            # `execute` ends after the first page, because the statement has no columns.
+            self._connection.executescript("PRAGMA incremental_vacuum")
+
     def clean(self, *, wait: bool) -> bool:
         """Moves the log into the file and empties it, so that nothing older is left in it.
 
