@@ -1267,6 +1267,10 @@ class MemoryBank(Contents):
         self._state = self._committed = state
         self.version += 1
         self._committed_version = self.version
+        del pin
+        unlogged = database.pin_without_log()
+        if has_commit(unlogged.connection, state.settings.version, state.writer, latest=True):
+            self._pin = unlogged
         return not is_same
 
     def save(self, path: str | Path) -> None:
@@ -1395,10 +1399,16 @@ def writer_at(link: Connection, version: int) -> str:
     return str(found[0][0]) if found else ""
 
 
-def has_commit(link: Connection, version: int, writer: str) -> bool:
-    """True if a commit, by its number and writer, is the one that a connection sees, or one that it has come from."""
-    [(latest,)] = link.rows("SELECT value FROM setting WHERE name = 'version'")
-    return version <= int(latest) and writer_at(link, version) == writer
+def has_commit(link: Connection, version: int, writer: str, *, latest: bool = False) -> bool:
+    """True if a commit, by its number and writer, is the one that a connection sees, or one that it has come from.
+
+    Args:
+        link: the connection.
+        version, writer: the commit.
+        latest: True to ask for the one that it sees.
+    """
+    [(last,)] = link.rows("SELECT value FROM setting WHERE name = 'version'")
+    return (version == int(last) if latest else version <= int(last)) and writer_at(link, version) == writer
 
 
 def _document_fields(key: int, member: Member) -> tuple[Any, ...]:

@@ -417,6 +417,17 @@ class Database:
         """A connection that sees the last commit as long as it is held."""
         return Pin(self._idle.take() or Connection(self.path), self._idle)
 
+    def pin_without_log(self) -> Pin:
+        """As `pin`, after moving the log into the file, so that a writer can begin it anew while the pin is held.
+
+        It fails to do so if others read older commits. A reader that follows each commit would otherwise always read
+        the end of the log, which then grows for ever.
+        """
+        connection = self._idle.take() or Connection(self.path)
+        with suppress(BankError):
+            connection.rows("PRAGMA wal_checkpoint(PASSIVE)")
+        return Pin(connection, self._idle)
+
     def check_writer(self) -> None:
         """Makes sure that what this process writes is still the bank of this name, and that nobody else writes to it.
 
