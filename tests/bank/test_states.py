@@ -163,12 +163,11 @@ class Banks(RuleBasedStateMachine):
         self.fleeting = None
         if compact:
             self.snapshots = []  # which would be in its way
-            for _ in range(2):  # as is a reader, until it reads what is in the file and no longer in its log
+            if self.reader is not None:  # as is a reader of an older commit
                 with suppress(BankError):
                     self.bank.compact()
-                if self.reader is not None:
-                    self.reader.refresh()
-                    self.seen = list(self.entries)
+                self.reader.refresh()
+                self.seen = list(self.entries)
             self.bank.compact()
         else:
             self.bank.commit()
