@@ -1292,9 +1292,9 @@ class MemoryBank(Contents):
         try:
             if self.writable:
                 self.rollback()
-                self._write_keys_file()
                 if self._is_unclean:
                     self._clean()
+                self._write_keys_file()
         finally:
             self._pin = self._latest = None
             self._database.close()
