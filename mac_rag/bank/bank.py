@@ -637,6 +637,7 @@ class MemoryBank(Contents):
         self._is_unclean = False  # something that was deleted is in the log
         self._added: list[Record] = []
         self._removed: set[int] = set()
+        self._unused = 0  # numbers below were those of entries that a rollback has taken back
         self._touched: set[int] = set()  # entries that were deleted or described anew since the last commit
         self._latest: weakref.ref[Pin] | None = None
         self._pin: Pin | None = None
@@ -1070,7 +1071,7 @@ class MemoryBank(Contents):
             return
         settings = self._state.settings
         shape = self.layout.row_shape(rows)
-        first = settings.next_sequence
+        first = max(settings.next_sequence, self._unused)
         records = [Record(number, entry.rows, entry.members) for number, entry in enumerate(entries, first)]
         link.write(
             "INSERT INTO entry VALUES (?, ?, ?, ?)",
@@ -1184,6 +1185,7 @@ class MemoryBank(Contents):
                 self._settle(settings)
                 return
             if self._state is not self._committed or self._added or self._removed:
+                self._unused = max(self._unused, self._state.settings.next_sequence)
                 self._added, self._removed, self._touched = [], set(), set()
                 self._state = self._committed
                 self.version += 1
