@@ -288,7 +288,10 @@ class Contents:
                 if _crc(*member) != crc:
                     raise ValueError("its checksum differs")
                 name, content_hash, metadata, added = member
-                known = Member(name, content_hash, parse_json(metadata, depth=METADATA_DEPTH), added)
+                parsed = parse_json(metadata, depth=METADATA_DEPTH)
+                if not isinstance(parsed, dict):
+                    raise TypeError("its metadata are no JSON object")
+                known = Member(name, content_hash, parsed, added)
             except (ValueError, TypeError, AttributeError) as error:
                 raise DamageError(
                     f"{self.connection.path} is damaged: document {member[0]!r:.80}: {error}{_REMEDY}"

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from mac_rag.bank import MemoryBank
 from mac_rag.bank import bank as module
-from mac_rag.bank.copies import restore
+from mac_rag.bank.copies import backup, restore
 from mac_rag.bank.keys_file import keys_path, read_keys_file
 from mac_rag.bank.rows import RowLayout, Summaries
 from mac_rag.data.types import Document
@@ -58,7 +58,7 @@ def seen(bank: MemoryBank) -> tuple[object, ...]:
 
 def read_without(path: Path) -> tuple[object, ...]:
     with fast_folder() as folder:
-        shutil.copy(path, folder / "bank")
+        backup(path, folder / "bank")
         return read(folder / "bank")
 
 
@@ -94,7 +94,7 @@ def test_it_is_written_by_a_writer_that_closes_or_compacts_a_large_bank(folder: 
 
 
 def test_what_came_after_it_is_read_from_the_bank(folder: Path) -> None:
-    bank = made(folder / "bank", "abcdefghij")
+    bank = made(folder / "bank", "abcdefghijABCDEF")
     with MemoryBank.open(bank, write=True) as opened:
         before = keys_path(bank).stat().st_ino
         add(opened, "k", 50)
@@ -123,10 +123,11 @@ def test_it_goes_when_something_of_it_is_deleted(folder: Path, change: str) -> N
     with MemoryBank.open(bank, write=True) as opened:
         whole = seen(opened)
         CHANGES[change](opened)
-        changed = seen(opened)
+        assert seen(opened) == seen(opened) != whole
         opened.rollback()
         assert seen(opened) == whole
         CHANGES[change](opened)
+        changed = seen(opened)
         stale = keys_path(bank).read_bytes()
         opened.commit()
         assert not keys_path(bank).exists()

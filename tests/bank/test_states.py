@@ -284,4 +284,4 @@ class Banks(RuleBasedStateMachine):
 
 
 TestBanks = Banks.TestCase
-TestBanks.settings = settings(max_examples=12, stateful_step_count=30, deadline=None)
+TestBanks.settings = settings(max_examples=10, stateful_step_count=25, deadline=None)
