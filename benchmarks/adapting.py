@@ -1,18 +1,18 @@
-"""How many documents a second an engine adapts to, beside sentence-transformers with all-MiniLM-L6-v2.
-
-python -m benchmarks.adapting --help
-"""
+"""Documents adapted per second, against sentence-transformers: `python -m benchmarks.adapting --help`."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
 from eval.harness.streams import DataOption
 from mac_rag.cli.run import run_command
+
+_THREADS = 2
+_RETRIEVERS = ("bm25", "minilm")  # take the documents too
 
 
 def main(
@@ -20,13 +20,8 @@ def main(
     data: DataOption = None,
     documents: Annotated[int, typer.Option(min=1, help="Documents of the stream, from its beginning.")] = 500,
     rounds: Annotated[int, typer.Option(min=1, help="Timings of each, in turns; the median counts.")] = 5,
-    threads: Annotated[int, typer.Option(min=1, help="Threads of torch.")] = 2,
-    retrievers: Annotated[
-        str, typer.Option(help="Retrievers that take the documents too, with commas.")
-    ] = "bm25,minilm",
-    output: Annotated[Path | None, typer.Option(help="Write the figures to this JSON file.")] = None,
 ) -> None:
-    """Adapt to distinct documents, and encode the same ones with sentence-transformers, in turns and on the CPU.
+    """Adapt to distinct documents, and encode the same ones with sentence-transformers, in turns on two CPU threads.
 
     sentence-transformers sorts texts by length and takes its default batch size. Each adaptation begins with an empty
     bank. The ratio is the median of the ratios of each round, so that other load on the machine affects both sides.
@@ -39,7 +34,7 @@ def main(
     from rich.table import Table
     from sentence_transformers import SentenceTransformer
 
-    from benchmarks.measure import timed, write_json
+    from benchmarks.measure import timed
     from eval.harness.streams import open_stream
     from mac_rag.bank import MemoryBank
     from mac_rag.engine import MACEngine
@@ -47,7 +42,7 @@ def main(
     from mac_rag.model import MACModel
     from mac_rag.retrieval.registry import make_retriever
 
-    torch.set_num_threads(threads)
+    torch.set_num_threads(_THREADS)
     stream, _ = open_stream(data, "train", documents, 0, seed=0, scale="tiny")
     texts = [document.text for document in stream.documents]
     loaded = MACModel.from_pretrained(model, device="cpu")
@@ -68,7 +63,7 @@ def main(
         "bank in memory": lambda: adapt(None),
         "bank on disk": adapt_on_disk,
     }
-    for name in filter(None, retrievers.split(",")):
+    for name in _RETRIEVERS:
         sides[f"bank in memory, {name}"] = lambda name=name: adapt(None, name)  # type: ignore[misc]
     seconds: dict[str, list[float]] = {name: [] for name in sides}
     for turn in range(rounds + 1):
@@ -77,19 +72,15 @@ def main(
             if turn > 0:
                 seconds[name].append(elapsed)
     table = Table("", "documents a second", "times sentence-transformers")
-    figures: dict[str, Any] = {"documents": len(texts), "model": model, "mean_document_tokens": length}
     for name, own in seconds.items():
         ratio = statistics.median(a / b for a, b in zip(seconds["sentence-transformers"], own, strict=True))
         speed = len(texts) / statistics.median(own)
         table.add_row(name, f"{speed:.1f}", f"{ratio:.2f}")
-        figures[name] = {"documents_per_second": speed, "ratio": ratio}
     console = Console()
     console.print(
-        f"{len(texts):,} documents of {stream.name}, {length:.0f} tokens on average, {model}, {threads} threads"
+        f"{len(texts):,} documents of {stream.name}, {length:.0f} tokens on average, {model}, {_THREADS} threads"
     )
     console.print(table)
-    if output is not None:
-        write_json(output, figures)
 
 
 if __name__ == "__main__":

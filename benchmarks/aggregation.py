@@ -1,12 +1,8 @@
-"""Aggregation of a bank: time and memory against the published implementation.
-
-python -m benchmarks.aggregation --help
-"""
+"""Time and memory of aggregation, against the published code: `python -m benchmarks.aggregation --help`."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
@@ -17,6 +13,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
+    from benchmarks.measure import Usage
     from mac_rag.bank import MemoryBank
     from mac_rag.nn.aggregation import AggregationNetwork
     from mac_rag.nn.memory_tokens import MemoryTokens
@@ -33,51 +30,30 @@ _UNLIMITED = 1 << 62
 
 @dataclass(frozen=True)
 class Sizes:
-    """Sizes of the bank, the questions and the aggregation network.
+    """Sizes of the bank, the questions and the aggregation network; the defaults are those of the paper's GPT2 models.
 
     Attributes:
         documents: documents in the bank, one row each.
         questions: questions of one batch.
-        tokens: memory tokens T of a document, and of a question.
-        width: width D of a memory token.
-        blocks: cross-attention blocks.
-        heads: attention heads.
-        head_width: width of a head.
+        tokens: T, memory tokens of a document, and of a question.
+        width: D, width of a memory token.
+        blocks, heads, head_width: cross-attention blocks, their heads and the width of a head.
     """
 
     documents: int
     questions: int
-    tokens: int
-    width: int
-    blocks: int
-    heads: int
-    head_width: int
-
-
-@dataclass(frozen=True)
-class Measurement:
-    """What one implementation takes for the whole batch.
-
-    Attributes:
-        seconds: its time.
-        extra_bytes: peak memory beyond bank, network and cached keys and values.
-    """
-
-    seconds: float
-    extra_bytes: int
+    tokens: int = 12
+    width: int = 768
+    blocks: int = 4
+    heads: int = 8
+    head_width: int = 96
 
 
 def main(
     documents: Annotated[int, typer.Option(min=1, help="Documents in the bank.")] = 1665,
     questions: Annotated[int, typer.Option(min=1, help="Questions of one batch.")] = 16,
     rounds: Annotated[int, typer.Option(min=1, help="Timings of each; the median counts.")] = 3,
-    tokens: Annotated[int, typer.Option(min=1, help="Memory tokens of a document, and of a question (T).")] = 12,
-    width: Annotated[int, typer.Option(min=1, help="Width of a memory token (D).")] = 768,
-    blocks: Annotated[int, typer.Option(min=1, help="Cross-attention blocks.")] = 4,
-    heads: Annotated[int, typer.Option(min=1, help="Attention heads.")] = 8,
-    head_width: Annotated[int, typer.Option(min=1, help="Width of a head.")] = 96,
     device: Annotated[str | None, typer.Option(help="cpu or cuda; a GPU if there is one.")] = None,
-    output: Annotated[Path | None, typer.Option(help="Write the figures to this JSON file.")] = None,
 ) -> None:
     """Measure the aggregation of a bank, and compare it with a re-implementation of the published method.
 
@@ -88,25 +64,23 @@ def main(
     Networks and banks are random float32 tensors without a document prior. Time with cached keys and values and time of
     the published implementation are measured in turns. Extra memory is the peak of a process of its own.
     """
-    from dataclasses import asdict
-
     import torch
     from rich.console import Console
     from rich.table import Table
 
-    from benchmarks.measure import in_child, write_json
+    from benchmarks.measure import in_child
     from mac_rag.lm.devices import default_device
 
     place = default_device(device)
-    sizes = Sizes(documents, questions, tokens, width, blocks, heads, head_width)
+    sizes = Sizes(documents, questions)
     fast, slow = compared(sizes, rounds, place)
     measurements = {name: in_child(measured, name, sizes, place, rounds) for name in _NAMES}
     table = Table(
         "",
         "seconds",
         "extra MB",
-        title=f"{questions} questions of {documents:,} documents, T={tokens}, D={width}, {blocks} blocks, "
-        f"{heads} heads of {head_width}; {place}, {torch.get_num_threads()} threads",
+        title=f"{questions} questions of {documents:,} documents, T={sizes.tokens}, D={sizes.width}, "
+        f"{sizes.blocks} blocks, {sizes.heads} heads of {sizes.head_width}; {place}, {torch.get_num_threads()} threads",
     )
     seconds = {"published": slow, "kept": fast, "streamed": measurements["streamed"].seconds}
     for name, label in _NAMES.items():
@@ -114,9 +88,6 @@ def main(
     ratio = measurements["published"].extra_bytes / max(1, measurements["kept"].extra_bytes)
     table.add_row("published / cached", f"{slow / fast:.1f}x", f"{ratio:.1f}x")
     Console().print(table)
-    if output is not None:
-        figures = {name: {**asdict(each), "seconds": seconds[name]} for name, each in measurements.items()}
-        write_json(output, {"sizes": asdict(sizes), "device": str(place), "implementations": figures})
 
 
 def compared(sizes: Sizes, rounds: int, device: torch.device) -> tuple[float, float]:
@@ -139,7 +110,7 @@ def compared(sizes: Sizes, rounds: int, device: torch.device) -> tuple[float, fl
     return medians(partial(network, question, view), partial(published.attend, network, question, phi), rounds)
 
 
-def measured(implementation: Implementation, sizes: Sizes, device: torch.device, rounds: int) -> Measurement:
+def measured(implementation: Implementation, sizes: Sizes, device: torch.device, rounds: int) -> Usage:
     """Measures one implementation, in a process that has done nothing else yet.
 
     Raises:
@@ -160,7 +131,7 @@ def measured(implementation: Implementation, sizes: Sizes, device: torch.device,
         view = ProjectedBank(network, bank, device=device, budget_bytes=budget)
         used, result = usage(lambda: network(question, view)[0], device, rounds)
     _check(result, network(question, network.project(phi), attention=direct_attention)[0])
-    return Measurement(used.seconds, used.extra_bytes)
+    return used
 
 
 def _inputs(sizes: Sizes, device: torch.device) -> tuple[AggregationNetwork, MemoryTokens, MemoryBank]:

@@ -1,7 +1,4 @@
-"""What a memory tells a frozen LM before and after training, beside what the text itself tells it.
-
-python -m benchmarks.answer_loss --help
-"""
+"""Loss of answers under a memory before and after training: `python -m benchmarks.answer_loss --help`."""
 
 from __future__ import annotations
 
@@ -24,7 +21,7 @@ if TYPE_CHECKING:
 
 def main(
     model: Annotated[str, typer.Option(help="The trained MAC model: a folder.")],
-    recipe: Annotated[str, typer.Option(help="Its recipe of `pipelines.train`, which tells how it started.")],
+    recipe: Annotated[str, typer.Option(help="Its recipe of `pipelines.train`, for its first weights.")],
     data: DataOption = None,
     documents: Annotated[int, typer.Option(min=1, help="Documents of the test stream, from its beginning.")] = 50,
     questions: Annotated[int, typer.Option(min=1, help="Questions, drawn from all.")] = 50,
@@ -51,7 +48,7 @@ def main(
     prompts = trained.base_lm.prompts
     bare = _loss(trained, stream.questions, [prompts.prompt(each.question) for each in stream.questions], None)
     open_book = [prompts.prompt(each.question, [texts[each.gold]]) for each in stream.questions]
-    say(f"  nothing in front                      {bare:.2f}")
+    say(f"  the question alone                    {bare:.2f}")
     say(f"  the text                              {_loss(trained, stream.questions, open_book, None):.2f}")
     starts = dict.fromkeys(["pretrained", config.init])
     for init in starts:

@@ -1,12 +1,8 @@
-"""BM25: time of questions and changes, ours against rank_bm25, in one run.
-
-python -m benchmarks.bm25 --help
-"""
+"""BM25: time of questions and changes, ours against rank_bm25: `python -m benchmarks.bm25 --help`."""
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -18,7 +14,6 @@ def main(
     questions: Annotated[int, typer.Option(min=1, help="Questions for each size.")] = 50,
     k: Annotated[int, typer.Option(min=1, help="Documents for each question.")] = 10,
     seed: Annotated[int, typer.Option(help="Random seed of corpus and questions.")] = 0,
-    output: Annotated[Path | None, typer.Option(help="Write the figures to this JSON file.")] = None,
 ) -> None:
     """Time our incremental BM25 against rank_bm25, one question at a time.
 
@@ -35,7 +30,6 @@ def main(
     from rich.console import Console
     from rich.table import Column, Table
 
-    from benchmarks.measure import write_json
     from mac_rag.data.types import Document
     from mac_rag.errors import MACError
     from mac_rag.retrieval.bm25 import BM25Retriever, Engine, Tokenizer
@@ -61,7 +55,6 @@ def main(
 
     plain = Tokenizer(stemmer=None, stopwords=())
     engines: tuple[Engine, ...] = ("incremental", "rank_bm25")
-    figures: list[dict[str, Any]] = []
     columns = ("first question / s", "question / ms", "allowed / ms", "change / ms", "")
     table = Table("documents", Column("engine", no_wrap=True), *columns)
     for size in documents or [1_000, 10_000, 100_000]:
@@ -70,7 +63,7 @@ def main(
         allowed = {document.id for i, document in enumerate(corpus) if i % 10}
         retrieved: dict[str, list[list[str]]] = {}
         restricted: dict[str, list[list[str]]] = {}
-        rows: dict[str, dict[str, Any]] = {}
+        rows: dict[str, tuple[float, float, float, float]] = {}
         for engine in engines:
             retriever = BM25Retriever(engine, tokenizer=plain)
             began = time.perf_counter()
@@ -86,32 +79,14 @@ def main(
             retriever.add([Document("new", corpus[0].text)])
             retriever.retrieve(texts[:1], k)
             change = time.perf_counter() - began
-            rows[engine] = {
-                "documents": size,
-                "engine": engine,
-                "first_question_s": first,
-                "question_ms": question_ms,
-                "allowed_ms": allowed_ms,
-                "change_ms": 1000 * change,
-            }
-        for row in rows.values():
-            row["times_faster"] = rows["rank_bm25"]["question_ms"] / row["question_ms"]
-            table.add_row(
-                f"{size:,}",
-                row["engine"],
-                f"{row['first_question_s']:.2f}",
-                f"{row['question_ms']:.3f}",
-                f"{row['allowed_ms']:.3f}",
-                f"{row['change_ms']:.2f}",
-                f"{row['times_faster']:.0f}x",
-            )
-        figures.extend(rows.values())
+            rows[engine] = first, question_ms, allowed_ms, 1000 * change
+        for name, (first, question_ms, allowed_ms, change_ms) in rows.items():
+            times = f"{first:.2f}", f"{question_ms:.3f}", f"{allowed_ms:.3f}", f"{change_ms:.2f}"
+            table.add_row(f"{size:,}", name, *times, f"{rows['rank_bm25'][1] / question_ms:.0f}x")
         for found in (retrieved, restricted):
             if found["rank_bm25"] != found["incremental"][: len(found["rank_bm25"])]:
                 raise MACError(f"rank_bm25 and our index retrieve different documents among {size}")
     Console().print(table)
-    if output is not None:
-        write_json(output, {"seed": seed, "k": k, "figures": figures})
 
 
 if __name__ == "__main__":

@@ -1,7 +1,4 @@
-"""Time to the first token, tokens and operations: memory, retrieved documents, and both.
-
-python -m benchmarks.first_token --help
-"""
+"""Time to the first token, from memory and from documents: `python -m benchmarks.first_token --help`."""
 
 from __future__ import annotations
 
@@ -20,7 +17,8 @@ def main(
     data: DataOption = None,
     documents: Annotated[int, typer.Option(min=1, help="Documents of the bank.")] = 300,
     k: Annotated[
-        str, typer.Option("--k", help="Documents that BM25 puts in front; several numbers separated by commas.")
+        str,
+        typer.Option("--k", help="Documents that BM25 puts before a question; several numbers separated by commas."),
     ] = "1,3",
     questions: Annotated[int, typer.Option(min=1, help="Questions that are timed, each once in each way.")] = 30,
     seed: SeedOption = 0,
@@ -28,7 +26,7 @@ def main(
     """Time single questions until the first token of the answer: from memory, from BM25's documents, and from both.
 
     The time is the engine's: retrieval, reading the question and the bank, and the LM's pass over the prompt. Keys and
-    values of the bank are there already.
+    values of the bank are projected before.
     """
     import statistics
     from functools import partial

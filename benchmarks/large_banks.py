@@ -1,4 +1,4 @@
-"""Banks for benchmarks: large ones without encoding, and the reading of a bank without the bounds of its prior."""
+"""Banks for benchmarks: large ones without encoding, and a view of a bank without the bounds of its prior."""
 
 from __future__ import annotations
 
@@ -21,16 +21,14 @@ def mixed_documents(
 ) -> Iterator[tuple[list[Document], Tensor]]:
     """Documents with memory tokens, in groups: the originals, then mixtures of them.
 
-    A mixture takes each memory token, and each number of its lexical vectors, from one of six originals. Noise is
-    added to each token, with the standard deviation of the tokens at its position. So a mixture is as far from all
-    other documents as a real one is from its neighbours. Plain copies with a little noise would all compete.
+    A mixture takes each memory token, and each number of its lexical vectors, from one of six originals. Noise is added
+    to each token, with the standard deviation of the tokens at its position. So a mixture is as far from all other
+    documents as a real one is from its neighbours. Plain copies with a little noise would all compete.
 
     Args:
-        originals: documents.
         real: `[n, T + R, D]`, memory tokens and lexical vectors of the originals, one row each.
         lexical: R.
-        first: number of the first document.
-        count: number of the last document, plus one.
+        first, count: numbers of the first document, and of the last one plus one.
         group: documents of a group.
         seed: random seed. A group depends on the number of its first document, and not on the groups before it.
     """
@@ -55,11 +53,7 @@ def mixed_documents(
 
 @dataclass(frozen=True)
 class UnboundedBank:
-    """A view without the bounds that tell, before a row is read, that it cannot matter: all rows are read.
-
-    Attributes:
-        view: the view.
-    """
+    """A view that reads all rows: it lacks the bounds that tell, before a row is read, that it cannot matter."""
 
     view: ProjectedBank
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import statistics
 import sys
 import time
@@ -13,13 +12,10 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 
-from mac_rag.atomic_files import write_text
-
 _Arguments = ParamSpec("_Arguments")
 _Result = TypeVar("_Result")
 
-# A longer run is not repeated only to measure its time.
-_LONG_SECONDS = 10.0
+_LONG_SECONDS = 10.0  # a longer run is not repeated only to measure its time
 
 
 @dataclass(frozen=True)
@@ -34,35 +30,26 @@ def medians(ours: Callable[[], Any], theirs: Callable[[], Any], rounds: int) -> 
     """Median seconds of two functions, timed in turns after one warm-up each, so that a slow phase affects both."""
     times: tuple[list[float], list[float]] = ([], [])
     for turn in range(rounds + 1):
-        for seconds_of_run, run in zip(times, (ours, theirs), strict=True):
-            seconds = _seconds(run)
+        for seconds, run in zip(times, (ours, theirs), strict=True):
+            elapsed, _ = timed(run)
             if turn > 0:
-                seconds_of_run.append(seconds)
+                seconds.append(elapsed)
     return statistics.median(times[0]), statistics.median(times[1])
 
 
 def usage(run: Callable[[], _Result], device: torch.device, rounds: int) -> tuple[Usage, _Result]:
-    """Measures the memory of the first call of a function, and the median time of further calls.
+    """The memory of a function's first call and the median time of further calls, and the result of the first call.
 
     If the first call takes longer than 10 seconds, its time counts, and there is no further call. On a GPU the peak is
     that of torch's allocator. On a CPU it is the peak of the whole process, so call this in a new process (`in_child`).
-
-    Args:
-        run: the function.
-        device: the device that it runs on.
-        rounds: number of timed calls.
-
-    Returns:
-        The usage, and the result of the first call.
     """
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device) if device.type == "cuda" else memory("VmRSS")
-    results: list[_Result] = []
-    first = _seconds(lambda: results.append(run()))
+    first, result = timed(run)
     peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else memory("VmHWM")
-    seconds = first if first > _LONG_SECONDS else statistics.median(_seconds(run) for _ in range(rounds))
-    return Usage(seconds, peak - before), results[0]
+    seconds = first if first > _LONG_SECONDS else statistics.median(timed(run)[0] for _ in range(rounds))
+    return Usage(seconds, peak - before), result
 
 
 def in_child(function: Callable[_Arguments, _Result], *args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
@@ -74,12 +61,6 @@ def in_child(function: Callable[_Arguments, _Result], *args: _Arguments.args, **
         return pool.submit(function, *args, **kwargs).result()
 
 
-def write_json(path: Path, figures: dict[str, Any]) -> None:
-    """Writes the figures of a benchmark, and makes the folder of the file if it does not exist."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_text(path, json.dumps(figures, indent=2) + "\n")
-
-
 def timed(run: Callable[[], _Result]) -> tuple[float, _Result]:
     """Seconds of one call of a function, and its result."""
     began = time.perf_counter()
@@ -87,10 +68,6 @@ def timed(run: Callable[[], _Result]) -> tuple[float, _Result]:
     if torch.cuda.is_available():
         torch.cuda.synchronize()
     return time.perf_counter() - began, result
-
-
-def _seconds(run: Callable[[], Any]) -> float:
-    return timed(run)[0]
 
 
 def memory(field: str) -> int:

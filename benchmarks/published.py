@@ -51,11 +51,8 @@ def aggregate(model: MACModel, questions: Sequence[str], phi: Tensor) -> Tensor:
 
 
 def attend(network: AggregationNetwork, question: MemoryTokens, phi: MemoryTokens) -> Tensor:
-    """phi* `[B, T, D]`, from a copy of the bank for each question that every block normalises and projects again.
-
-    Args:
-        question: B encoded questions.
-        phi: the bank of K documents.
+    """phi* `[B, T, D]`, from a copy of the bank (`phi`) for each question, which every block normalises and projects
+    again.
     """
     bank = phi.tokens.flatten(0, 1).repeat(len(question), 1, 1)  # [B, K * T, D]
     scores = None

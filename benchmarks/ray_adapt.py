@@ -1,7 +1,4 @@
-"""Bulk adaptation by one process and by a growing number of Ray's actors, and whether their banks are equal.
-
-python -m benchmarks.ray_adapt --help
-"""
+"""Bulk adaptation by one process and by Ray's actors: `python -m benchmarks.ray_adapt --help`."""
 
 from __future__ import annotations
 
@@ -25,8 +22,7 @@ def main(
     model: Annotated[str, typer.Option(help="A MAC model: a name or a folder.")] = "mac-tiny",
     data: DataOption = None,
     documents: Annotated[
-        int,
-        typer.Option(min=1, help="Number of documents; those of the stream come in versions until it is reached."),
+        int, typer.Option(min=1, help="Number of documents; those of the stream come in versions until it is reached.")
     ] = 20_000,
     actors: Annotated[list[int] | None, typer.Option(min=1, help="Numbers of actors.", show_default="1, 2, 4")] = None,
     seed: SeedOption = 0,
@@ -105,7 +101,7 @@ def _are_equal(one: BankEntry, other: BankEntry) -> bool:
 
 
 def _versions(documents: Sequence[Document], count: int) -> Iterator[Document]:
-    """So many documents: the given ones, and then new versions of them."""
+    """Yields `count` documents: the given ones, then new versions of them."""
     from mac_rag.data.types import Document
 
     for number in range(count):

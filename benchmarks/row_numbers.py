@@ -1,7 +1,4 @@
-"""Accuracy and bytes of the numbers in which a bank keeps its rows: float32, bf16, int8, product codes.
-
-python -m benchmarks.row_numbers --help
-"""
+"""Accuracy and bytes of a bank's rows by their dtype: `python -m benchmarks.row_numbers --help`."""
 
 from __future__ import annotations
 

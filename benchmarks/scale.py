@@ -1,10 +1,10 @@
-"""Time of a question from banks of a hundred to a million documents, from the disk, with the defaults.
-
-python -m benchmarks.scale --help
-"""
+"""Time of a question from banks of a hundred to a million documents: `python -m benchmarks.scale --help`."""
 
 from __future__ import annotations
 
+import json
+import statistics
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -23,8 +23,9 @@ if TYPE_CHECKING:
     from mac_rag.bank import MemoryBank
     from mac_rag.model import MACModel
 
-# Documents of a bank that are put at a time.
-_GROUP = 2048
+_GROUP = 2048  # documents of a bank that are put at a time
+_ADAPTED = 20_000  # largest number of documents that are adapted to; the others are mixtures of them
+_READ_WHOLE = 6000  # largest bank that is also read as a whole, and the published way
 # Figures of a bank that are drawn: label and style.
 _LINES = {
     "later s": ("a question", "o-"),
@@ -42,42 +43,39 @@ def main(
     ] = None,
     model: Annotated[str, typer.Option(help="A MAC model: a name or a folder.")] = "mac-small",
     data: DataOption = None,
-    adapted: Annotated[
-        int, typer.Option(min=1, help="Documents that are adapted to; the others are mixtures.")
-    ] = 20000,
     rows: Annotated[Literal["bf16", "int8", "pq", "fp32"], typer.Option(help="Numbers of the banks' rows.")] = "bf16",
     questions: Annotated[int, typer.Option(min=2, help="Questions, each asked alone.")] = 20,
-    all_rows: Annotated[
-        int,
-        typer.Option(min=0, help="Banks of at most so many documents are also read as a whole, and the published way."),
-    ] = 6000,
     seed: SeedOption = 0,
     output: OutputOption = None,
 ) -> None:
-    """Time opening a bank, its first question, and later ones, each bank in a process of its own.
+    """Time opening a bank, its first question, and later ones, each bank in a process of its own, from the disk.
 
-    A bank has the documents of a data set, those of its test stream first. Beyond `--adapted` it has mixtures of them
-    (`benchmarks.large_banks.mixed_documents`). Banks of up to `--all-rows` documents also aggregate the same questions
-    over all rows, as if no document prior told which rows can matter, and as the published implementation does it
+    A bank has the documents of a data set, those of its test stream first. Beyond 20,000 it has mixtures of them
+    (`benchmarks.large_banks.mixed_documents`). Banks of up to 6,000 documents also aggregate the same questions over
+    all rows, as if no document prior told which rows can matter, and as the published implementation does it
     (`benchmarks.published`); the difference is that of phi*. With --output, a plot is drawn beside the JSON file.
     """
-    from benchmarks.measure import in_child, write_json
+    from benchmarks.measure import in_child
+    from mac_rag.atomic_files import write_text
 
     sizes = sorted(set(documents or (100, 2000, 6000)))
     prefix = f"{model.replace('/', '-')}-{rows}"
-    real = folder / f"{prefix}-{min(adapted, sizes[-1])}"
-    in_child(_adapt, real, min(adapted, sizes[-1]), model, data, rows, seed)
+    adapted = min(_ADAPTED, sizes[-1])
+    real = folder / f"{prefix}-{adapted}"
+    in_child(_adapt, real, adapted, model, data, rows, seed)
     measured = []
     for count in sizes:
         place = folder / f"{prefix}-{count}"
         in_child(_fill, place, count, real, model, rows, seed)
-        row = in_child(_measure, place, count, model, data, questions, seed, whole=count <= all_rows)
-        if count <= all_rows:
+        row = in_child(_measure, place, count, model, data, questions, seed, whole=count <= _READ_WHOLE)
+        if count <= _READ_WHOLE:
             row |= in_child(_published, place, count, model, data, questions, seed)
         measured.append({"documents": count, **row})
         say(" | ".join(f"{name} {value:,.4g}" for name, value in measured[-1].items()))
     if output is not None:
-        write_json(output, {"model": model, "rows": rows, "adapted": adapted, "banks": measured})
+        output.parent.mkdir(parents=True, exist_ok=True)
+        result = {"model": model, "rows": rows, "adapted": adapted, "banks": measured}
+        write_text(output, json.dumps(result, indent=2) + "\n")
         say(f"drawn: {_draw(measured, output.with_suffix('.svg'))}")
 
 
@@ -98,7 +96,7 @@ def _adapt(place: Path, count: int, model: str, data: str | None, rows: Any, see
         for split in SPLITS[name]:
             documents += () if split in ("test", "all") else load_dataset(name, split, files).documents
     if len(documents) < count:
-        raise DataError(f"{data} has {len(documents):,} documents; give at most so many to --adapted")
+        raise DataError(f"{data} has {len(documents):,} documents; give --documents at most so many")
     loaded = MACModel.from_pretrained(model, device="cpu")
     with _opened(place, loaded, rows) as bank:
         # The same paragraph may have the same id in two splits.
@@ -123,7 +121,7 @@ def _opened(place: Path, model: MACModel, rows: Any) -> MemoryBank:
 
 
 def _fill(place: Path, count: int, real: Path, model: str, rows: Any, seed: int) -> None:
-    """Makes a bank of the rows of another and of mixtures of them, unless it is there; goes on with one begun."""
+    """Makes a bank of another's rows and of mixtures of them, unless it is complete; continues an unfinished one."""
     from benchmarks.large_banks import mixed_documents
     from mac_rag.bank import MemoryBank
     from mac_rag.bank.overview import put_with_overview
@@ -147,9 +145,6 @@ def _fill(place: Path, count: int, real: Path, model: str, rows: Any, seed: int)
 def _measure(
     place: Path, count: int, model: str, data: str | None, questions: int, seed: int, *, whole: bool
 ) -> dict[str, float]:
-    import statistics
-    from functools import partial
-
     from benchmarks.measure import memory, timed
     from eval.harness.streams import open_stream
     from mac_rag.bank import MemoryBank
@@ -174,15 +169,12 @@ def _measure(
         "generating s": statistics.median(answering),
         "memory GiB": (memory("VmHWM") - before) / 2**30,
     }
-    del engine  # what it knows of all rows would be in memory twice
+    del engine  # else the summaries of all rows would be in memory twice
     return found | _whole(loaded, bank, asked) if whole else found
 
 
 def _whole(model: MACModel, bank: MemoryBank, asked: Sequence[str]) -> dict[str, float]:
     """The same questions from all rows, without the bounds of the view."""
-    import statistics
-    from functools import partial
-
     import torch
 
     from benchmarks.large_banks import UnboundedBank
@@ -204,9 +196,6 @@ def _whole(model: MACModel, bank: MemoryBank, asked: Sequence[str]) -> dict[str,
 
 def _published(place: Path, count: int, model: str, data: str | None, questions: int, seed: int) -> dict[str, float]:
     """The same questions as the published implementation aggregates them: all rows are projected for each."""
-    import statistics
-    from functools import partial
-
     import torch
 
     from benchmarks.measure import timed

@@ -1,19 +1,16 @@
-"""A server under load: throughput against one client and against the engine, latencies, errors and memory.
-
-python -m benchmarks.serving --help
-"""
+"""A server under load: throughput, latencies, errors and memory: `python -m benchmarks.serving --help`."""
 
 from __future__ import annotations
 
+import itertools
 import random
-import signal
 import socket
 import subprocess
 import sys
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -25,10 +22,11 @@ from mac_rag.cli.terminal import say
 if TYPE_CHECKING:
     import httpx
 
-# Of 100 requests of the mixed load, how many are of which kind.
+# Number of requests of each kind among 100 of the mixed load.
 MIXED = {"ask": 70, "stream": 15, "put": 10, "delete": 5}
 _PARTS = 8  # of the mixed load
-_REST = 15.0  # seconds of rest after each of them, at most as long as the part itself
+_EVERY = 2.0  # seconds between two measurements of memory
+_REST = 15.0  # seconds of rest after each part, at most as long as the part itself
 _SETTLED = 5  # documents of each client, about, once puts and deletes balance
 
 
@@ -40,35 +38,35 @@ def main(
         float, typer.Option(min=1, help="Seconds of each of the three measures of questions alone.")
     ] = 30,
     mixed: Annotated[float, typer.Option(min=1, help="Seconds of the mixed load.")] = 600,
-    crash: Annotated[
-        float, typer.Option(min=0, help="Seconds of a mixed load in whose middle the server is killed; 0 for none.")
-    ] = 60,
     seed: Annotated[int, typer.Option(help="Random seed of the load.")] = 0,
 ) -> None:
     """Time questions to the engine and to a server on loopback; then mix questions, streams, puts and deletes.
 
     The mix comes in eight parts. After each, the server rests, and its memory at rest is measured.
-    At the end it is killed in the middle of such a mix and started again, and every put and delete that was
-    acknowledged is looked for.
     """
     from tempfile import TemporaryDirectory
 
     from mac_rag.data.newswire.generate import generate
     from mac_rag.engine import MACEngine
-    from mac_rag.errors import BankError
     from mac_rag.model import MACModel
 
     stream = generate("val", documents)
     asked = [question.question for question in stream.questions]
-    questions = Questions(asked)
+    numbers = itertools.count()
+
+    def question() -> str:
+        """A question unlike all others, so that no cache answers it. Thread-safe, as `next` is."""
+        number = next(numbers)
+        return f"{asked[number % len(asked)]} {number}"
+
     with TemporaryDirectory() as folder, Served(Path(folder), model) as server:
-        load = Load(server, questions, seed)
+        load = Load(server, question)
         load.prepare([(document.id, document.text) for document in stream.documents])
         engine = MACEngine(MACModel.from_pretrained(model))
         engine.adapt(stream.documents)
 
         def ask_engine(_client: int, _chance: random.Random) -> str:
-            engine.answer([questions.next()])
+            engine.answer([question()])
             return "ask"
 
         measures: list[tuple[str, int, Callable[[int, random.Random], str]]] = [
@@ -77,35 +75,20 @@ def main(
             (f"{clients} clients", clients, load.ask),
         ]
         for name, count, ask in measures:
-            say(f"{name:>12}: {run_load(ask, count, seconds, seed).described(seconds)}")
-        result = Result()
+            say(f"{name:>12}: {described(run_load(ask, count, seconds, seed), seconds)}")
+        latencies: dict[str, list[float]] = defaultdict(list)
         with Memory(server) as memory:
             for part in range(_PARTS):
-                result.add(run_load(load.any, clients, mixed / _PARTS, seed + part))
+                for kind, times in run_load(load.any, clients, mixed / _PARTS, seed + part).items():
+                    latencies[kind] += times
                 time.sleep(min(_REST, mixed / _PARTS))
                 memory.rests()
-        say(f"{'mixed':>12}: {result.described(mixed)}")
+        say(f"{'mixed':>12}: {described(latencies, mixed)}")
         say(f"{'memory':>12}: {memory.described()}")
-        if crash:
-            killer = threading.Timer(crash / 2, server.kill_and_start)
-            killer.start()
-            result = run_load(load.any, clients, crash, seed + _PARTS)
-            killer.join()
-            say(f"{'killed':>12}: {result.described(crash)}")
-            puts, deletes = sum(load.acknowledged.values()), sum(not held for held in load.acknowledged.values())
-            lost = load.lost()
-            say(f"{'kept':>12}: of {puts:,} puts and {deletes:,} deletes that were acknowledged, {len(lost)} are lost")
-            if lost:
-                raise BankError(f"the server has lost what it acknowledged: {', '.join(sorted(lost)[:10])}")
 
 
 class Served:
-    """A server in a process of its own, on a free port of the loopback address; ended at the end of the `with` block.
-
-    Args:
-        folder: its folder.
-        model: its model.
-    """
+    """A server in a process of its own, on a free port of the loopback address; ends with the `with` block."""
 
     def __init__(self, folder: Path, model: str) -> None:
         with socket.socket() as free:
@@ -114,11 +97,8 @@ class Served:
         self.url = f"http://127.0.0.1:{port}"
         code = "from mac_rag.cli.main import main; main()"
         options = ["--data", str(folder), "--model", model, "--model-name", "served", "--port", str(port)]
-        self._command = [sys.executable, "-c", code, "serve", *options, "--requests-per-minute", "0"]
-        self._process = self._started()
-
-    def _started(self) -> subprocess.Popen[bytes]:
-        return subprocess.Popen(self._command, stderr=subprocess.DEVNULL)
+        command = [sys.executable, "-c", code, "serve", *options, "--requests-per-minute", "0"]
+        self._process = subprocess.Popen(command, stderr=subprocess.DEVNULL)
 
     def __enter__(self) -> Served:
         self.wait_until_ready()
@@ -129,28 +109,17 @@ class Served:
         self._process.wait(120)
 
     def wait_until_ready(self) -> None:
-        """Waits until it takes requests.
-
-        Raises:
-            BadParameter: when its process has ended by itself.
-        """
+        """Waits until it takes requests."""
         import httpx
 
         while True:
-            process = self._process
             try:
                 httpx.get(f"{self.url}/ready", trust_env=False).raise_for_status()
                 return
             except httpx.HTTPError:
-                if process is self._process and process.poll() not in (None, -signal.SIGKILL):
+                if self._process.poll() is not None:
                     raise typer.BadParameter("the server has ended; start mac-rag serve by hand to see why") from None
                 time.sleep(0.2)
-
-    def kill_and_start(self) -> None:
-        """Ends its process at once, as the loss of power does for a process, and starts another one on its folder."""
-        self._process.kill()
-        self._process.wait()
-        self._process = self._started()
 
     def resident(self) -> int:
         """MiB of main memory that it holds."""
@@ -159,15 +128,10 @@ class Served:
 
 
 class Memory:
-    """Main memory of a server, looked at every few seconds during the `with` block, and when it rests.
+    """Main memory of a server, measured every few seconds during the `with` block, and when it rests."""
 
-    Args:
-        server: the server.
-        every: seconds between two looks.
-    """
-
-    def __init__(self, server: Served, every: float = 2.0) -> None:
-        self._server, self._every = server, every
+    def __init__(self, server: Served) -> None:
+        self._server = server
         self._seen: list[int] = []
         self._resting: list[int] = []
         self._end = threading.Event()
@@ -184,11 +148,11 @@ class Memory:
     def _look(self) -> None:
         while True:
             self._seen.append(self._server.resident())
-            if self._end.wait(self._every):
+            if self._end.wait(_EVERY):
                 return
 
     def rests(self) -> None:
-        """Called when the server has nothing to do: keeps what it holds then."""
+        """Records the memory at rest. Call it when the server has nothing to do."""
         self._resting.append(self._server.resident())
 
     def described(self) -> str:
@@ -197,40 +161,14 @@ class Memory:
         return f"{self._seen[0]:,} MiB at the beginning, {max(self._seen):,} at most; at rest {resting}"
 
 
-class Questions:
-    """Questions of which no two are equal, so that no cache answers them. Thread-safe."""
-
-    def __init__(self, asked: list[str]) -> None:
-        self._asked = asked
-        self._number = 0
-        self._lock = threading.Lock()
-
-    def next(self) -> str:
-        """The next one."""
-        with self._lock:
-            self._number += 1
-            return f"{self._asked[self._number % len(self._asked)]} {self._number}"
-
-
-class Result:
-    """Latencies of requests by kind, and what went wrong."""
-
-    def __init__(self) -> None:
-        self.seconds: dict[str, list[float]] = defaultdict(list)
-
-    def add(self, other: Result) -> None:
-        """Adds the requests of another one."""
-        for kind, times in other.seconds.items():
-            self.seconds[kind] += times
-
-    def described(self, seconds: float) -> str:
-        """Requests a second, and p50, p95 and p99 of each kind in milliseconds."""
-        total = sum(map(len, self.seconds.values()))
-        kinds = [
-            f"{kind} {len(times):,} ({', '.join(f'{1000 * quantile(times, q):.0f}' for q in (0.5, 0.95, 0.99))} ms)"
-            for kind, times in sorted(self.seconds.items())
-        ]
-        return f"{total / seconds:.1f} a second; {'; '.join(kinds)}"
+def described(latencies: Mapping[str, list[float]], seconds: float) -> str:
+    """Requests a second, and p50, p95 and p99 of each kind in milliseconds."""
+    total = sum(map(len, latencies.values()))
+    kinds = [
+        f"{kind} {len(times):,} ({', '.join(f'{1000 * quantile(times, q):.0f}' for q in (0.5, 0.95, 0.99))} ms)"
+        for kind, times in sorted(latencies.items())
+    ]
+    return f"{total / seconds:.1f} a second; {'; '.join(kinds)}"
 
 
 def quantile(times: list[float], q: float) -> float:
@@ -239,25 +177,12 @@ def quantile(times: list[float], q: float) -> float:
 
 
 class Load:
-    """Requests to a server. Each returns its kind: `busy` for a 429, `error` with the status for any other fault.
+    """Requests to a server. Each returns its kind: `busy` for a 429, `error` with the status for any other fault."""
 
-    A request that is lost with a killed server is `cut`, and its client waits until there is a server again.
-
-    Args:
-        server: the server.
-        questions: what is asked.
-        seed: random seed.
-
-    Attributes:
-        acknowledged: documents of which the server has said that they are there (True) or deleted (False). A document
-            with a request under way, or whose request was lost, is not among them.
-    """
-
-    def __init__(self, server: Served, questions: Questions, seed: int) -> None:
+    def __init__(self, server: Served, question: Callable[[], str]) -> None:
         import httpx
 
-        self._server, self._questions, self._seed = server, questions, seed
-        self.acknowledged: dict[str, bool] = {}
+        self._server, self._question = server, question
         self._limits = httpx.Limits(max_connections=1)
         self._own = threading.local()
         self._held: dict[int, list[str]] = defaultdict(list)  # documents of each client, in whatever thread
@@ -281,7 +206,7 @@ class Load:
 
     def ask(self, client: int, chance: random.Random, *, stream: bool = False) -> str:
         """Asks a question."""
-        message = {"role": "user", "content": self._questions.next()}
+        message = {"role": "user", "content": self._question()}
         body = {"model": "served:load", "messages": [message], "sources": 0, "stream": stream}
         response = self._http.post("/v1/chat/completions", json=body)
         if stream and response.status_code == 200 and not response.text.endswith("data: [DONE]\n\n"):
@@ -290,46 +215,19 @@ class Load:
 
     def any(self, client: int, chance: random.Random) -> str:
         """A request of the mixed load."""
-        import httpx
-
-        try:
-            return self._any(client, chance)
-        except httpx.TransportError:
-            self._server.wait_until_ready()
-            return "cut"
-
-    def _any(self, client: int, chance: random.Random) -> str:
         [kind] = chance.choices(list(MIXED), list(MIXED.values()))
         http, held = self._http, self._held[client]
         if kind in ("ask", "stream"):
             return self.ask(client, chance, stream=kind == "stream")
         if held and (kind == "delete" or len(held) > _SETTLED):
-            name = held.pop()
-            del self.acknowledged[name]
-            response = http.delete("/v1/banks/load/document", params={"id": name})
-            if response.status_code == 200:
-                self.acknowledged[name] = False
+            response = http.delete("/v1/banks/load/document", params={"id": held.pop()})
             return outcome(response.status_code, "delete")
         name = f"client-{client}-{chance.random()}"
         body = {"documents": [{"id": name, "text": f"Report {name}: the board of Rainga Press met in May."}]}
         response = http.post("/v1/banks/load/documents", json=body)
         if response.status_code == 200:
             held.append(name)
-            self.acknowledged[name] = True
         return outcome(response.status_code, "put")
-
-    def lost(self) -> set[str]:
-        """Documents that are not there although their put was acknowledged, or are although their deletion was."""
-        found: set[str] = set()
-        after: dict[str, str] = {}
-        while True:
-            response = self._http.get("/v1/banks/load/documents", params={"limit": 1000, **after})
-            response.raise_for_status()
-            page = response.json()
-            found |= {document["id"] for document in page["data"]}
-            if not page["has_more"]:
-                return {name for name, held in self.acknowledged.items() if held != (name in found)}
-            after = {"after": page["data"][-1]["id"]}
 
 
 def outcome(status: int, kind: str) -> str:
@@ -337,15 +235,18 @@ def outcome(status: int, kind: str) -> str:
     return kind if status == 200 else "busy" if status == 429 else f"error {status}"
 
 
-def run_load(request: Callable[[int, random.Random], str], clients: int, seconds: float, seed: int) -> Result:
-    """Makes requests for some seconds from some threads; each thread waits for its last answer first."""
-    result, end = Result(), time.perf_counter() + seconds
+def run_load(
+    request: Callable[[int, random.Random], str], clients: int, seconds: float, seed: int
+) -> dict[str, list[float]]:
+    """Makes requests for some seconds from some threads, one at a time each; returns latencies by kind of request."""
+    latencies: dict[str, list[float]] = defaultdict(list)
+    end = time.perf_counter() + seconds
 
     def client(number: int) -> None:
         chance = random.Random(seed * 1000 + number)
         while (began := time.perf_counter()) < end:
             kind = request(number, chance)
-            result.seconds[kind].append(time.perf_counter() - began)
+            latencies[kind].append(time.perf_counter() - began)
             if kind == "busy":
                 time.sleep(0.2)
 
@@ -354,7 +255,7 @@ def run_load(request: Callable[[int, random.Random], str], clients: int, seconds
         thread.start()
     for thread in threads:
         thread.join()
-    return result
+    return latencies
 
 
 if __name__ == "__main__":

@@ -1,7 +1,4 @@
-"""What a question costs in a bank in shards, against one bank with all documents.
-
-python -m benchmarks.shards --help
-"""
+"""Cost of a question in a bank in shards, against one bank: `python -m benchmarks.shards --help`."""
 
 from __future__ import annotations
 
@@ -10,25 +7,22 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from eval.harness.command import SeedOption, whole_numbers
+from eval.harness.command import SeedOption
 from eval.harness.streams import DataOption
 from mac_rag.cli.run import run_command
 
 if TYPE_CHECKING:
     from mac_rag.distributed.transport import RayShards
 
+_SHARDS = (2, 4, 8)
+
 
 def main(
     model: Annotated[str, typer.Option(help="A MAC model: a name or a folder.")] = "mac-small",
     data: DataOption = None,
     documents: Annotated[int, typer.Option(min=1, help="Documents of the bank.")] = 2000,
-    copies: Annotated[
-        int, typer.Option(min=1, help="How often each document stands in the bank, to make it larger without encoding.")
-    ] = 1,
     questions: Annotated[int, typer.Option(min=1, help="Questions of one batch.")] = 16,
-    shards: Annotated[str, typer.Option(help="Numbers of shards, separated by commas.")] = "2,4,8",
     rounds: Annotated[int, typer.Option(min=1, help="Batches, each of new questions; the median counts.")] = 5,
-    output: Annotated[Path | None, typer.Option(help="Write the figures to this JSON file.")] = None,
     seed: SeedOption = 0,
 ) -> None:
     """Time phi* of a batch of questions from shards in processes on this machine, and count bytes and round trips.
@@ -46,7 +40,7 @@ def main(
     from rich.console import Console
     from rich.table import Table
 
-    from benchmarks.measure import timed, write_json
+    from benchmarks.measure import timed
     from eval.harness.protocol import adapt
     from eval.harness.streams import open_stream
     from mac_rag.bank import MemoryBank
@@ -60,20 +54,18 @@ def main(
     from mac_rag.engine import MACEngine
     from mac_rag.model import MACModel
 
-    console, counts = Console(), whole_numbers("--shards", shards)
+    console = Console()
     loaded = MACModel.from_pretrained(model)
     stream, _ = open_stream(data, "test", documents, questions * (rounds + 1), seed=seed, scale="tiny")
     encoded, one = MemoryBank(loaded.fingerprint), MemoryBank(loaded.fingerprint)
     keep_rows_for(one, loaded.aggregation)  # as shards do
-    adapt(MACEngine(loaded, encoded), stream.documents, progress=True)
+    adapt(MACEngine(loaded, encoded), stream.documents)
 
     def fill(bank: Bank) -> None:
-        for copy in range(copies):
-            for first in range(0, len(stream.documents), 512):
-                some = [encoded[document.id] for document in stream.documents[first : first + 512]]
-                rows = [entry.phi for entry in some]
-                names = [Document(f"{copy} {entry.document_id}", "") for entry in some]
-                bank.put(names, torch.cat(rows), [len(each) for each in rows])
+        for first in range(0, len(stream.documents), 512):
+            some = stream.documents[first : first + 512]
+            rows = [encoded[document.id].phi for document in some]
+            bank.put([Document(document.id, "") for document in some], torch.cat(rows), list(map(len, rows)))
         bank.commit()
 
     def ask(banks: tuple[Bank, Bank]) -> tuple[list[list[float]], float]:
@@ -92,8 +84,8 @@ def main(
         return [own[1:] for own in seconds], error
 
     fill(one)
-    figures: list[dict[str, Any]] = []
-    for count in counts:
+    table = Table("shards", "batch, s", "one bank, s", "ratio", "bytes a question", "round trips", "error of phi*")
+    for count in _SHARDS:
         with tempfile.TemporaryDirectory() as folder:
             settings = ShardSettings.of_new(Path(folder) / "bank", loaded, count)
             with ShardedBank(settings, counting_shards, create=True) as bank:
@@ -101,29 +93,15 @@ def main(
                 sent: Any = bank.shards.transport
                 sent.trips = sent.bytes = 0
                 (alone, sharded), error = ask((one, bank))
-                figures.append(
-                    {
-                        "shards": count,
-                        "seconds": statistics.median(sharded),
-                        "seconds_of_one_bank": statistics.median(alone),
-                        "ratio": statistics.median(b / a for a, b in zip(alone, sharded, strict=True)),
-                        "bytes_per_question": sent.bytes / (questions * (rounds + 1)),
-                        "round_trips": sent.trips / (rounds + 1),
-                        "error": error,
-                    }
-                )
-    table = Table("shards", "batch, s", "one bank, s", "ratio", "bytes a question", "round trips", "error of phi*")
-    for each in figures:
-        times = f"{each['seconds']:.3f}", f"{each['seconds_of_one_bank']:.3f}", f"{each['ratio']:.2f}"
-        traffic = f"{each['bytes_per_question']:,.0f}", f"{each['round_trips']:.0f}", f"{each['error']:.1e}"
-        table.add_row(f"{each['shards']}", *times, *traffic)
+                ratio = statistics.median(b / a for a, b in zip(alone, sharded, strict=True))
+                times = f"{statistics.median(sharded):.3f}", f"{statistics.median(alone):.3f}", f"{ratio:.2f}"
+                traffic = f"{sent.bytes / (questions * (rounds + 1)):,.0f}", f"{sent.trips / (rounds + 1):.0f}"
+                table.add_row(f"{count}", *times, *traffic, f"{error:.1e}")
     console.print(
         f"{len(one):,} documents of {stream.name}, batches of {questions}, {model}, {loaded.device.type}, "
         f"{torch.get_num_threads()} threads of torch for one bank, and one in each shard"
     )
     console.print(table)
-    if output is not None:
-        write_json(output, {"documents": len(one), "questions": questions, "model": model, "rows": figures})
 
 
 def counting_shards(settings: Any) -> RayShards:

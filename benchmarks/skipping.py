@@ -1,7 +1,4 @@
-"""Time that attention to a bank saves by skipping rows that the document prior rules out.
-
-python -m benchmarks.skipping --help
-"""
+"""Time that attention saves by skipping rows that the prior rules out: `python -m benchmarks.skipping --help`."""
 
 from __future__ import annotations
 
@@ -32,7 +29,7 @@ def main(
 ) -> None:
     """Time the aggregation of a bank on a CPU, with all rows and without the rows that cannot matter.
 
-    First for answers, then for sources, which need what each row has of the attention. Keys and values are projected
+    First for answers, then for sources, which need each row's share of the attention. Keys and values are projected
     before. Questions and documents come from a data set, because the skipped rows depend on the confidence of the
     document prior.
     """
@@ -56,7 +53,7 @@ def main(
     stream, _ = open_stream(data, "test", documents, questions, seed=seed, scale="tiny")
     bank = MemoryBank(loaded.fingerprint)
     engine = MACEngine(loaded, bank)
-    adapt(engine, stream.documents, progress=True)
+    adapt(engine, stream.documents)
     view = ProjectedBank(network, bank, device="cpu")
     question = loaded.input_encoder([loaded.input_encoder.ids(each.question) for each in stream.questions])
 

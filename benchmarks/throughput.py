@@ -1,12 +1,8 @@
-"""Documents, questions and training steps a second, ours and the published implementation, in one run.
-
-python -m benchmarks.throughput --help
-"""
+"""Documents, questions and training steps a second, against the published code: `python -m benchmarks.throughput`."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -21,20 +17,18 @@ def main(
     questions: Annotated[int, typer.Option(min=1, help="Questions to answer.")] = 32,
     rounds: Annotated[int, typer.Option(min=1, help="Timings of each, in turns; the median counts.")] = 5,
     device: Annotated[str | None, typer.Option(help="cpu or cuda; a GPU if there is one.")] = None,
-    output: Annotated[Path | None, typer.Option(help="Write the figures to this JSON file.")] = None,
 ) -> None:
     """Compare throughput with a re-implementation of the published code.
 
     Documents are newswire stories joined to a mean length of about 150 tokens. Both implementations compute the same
     with the same networks; their memory tokens and losses are checked to be equal before anything is timed.
     """
-
     import torch
     from rich.console import Console
     from rich.table import Table
 
     from benchmarks import published
-    from benchmarks.measure import medians, write_json
+    from benchmarks.measure import medians
     from mac_rag.data.newswire.generate import generate
     from mac_rag.model import MACModel
     from pipelines.objective import Batch, LossWeights, mac_loss
@@ -88,14 +82,10 @@ def main(
         ),
     ]
     table = Table("", "ours", "published", "ratio", title=f"{model}, mean document {length:.0f} tokens, {mac.device}")
-    figures: dict[str, Any] = {"model": model, "mean_document_tokens": length, "device": str(mac.device)}
     for name, count, ours, theirs in compared:
         fast, slow = medians(ours, theirs, rounds)
         table.add_row(name, f"{count / fast:.1f}", f"{count / slow:.1f}", f"{slow / fast:.1f}x")
-        figures[name] = {"ours": count / fast, "published": count / slow, "ratio": slow / fast}
     Console().print(table)
-    if output is not None:
-        write_json(output, figures)
 
 
 if __name__ == "__main__":

@@ -41,14 +41,11 @@ def main(
 ) -> None:
     """Measure the time and peak memory of adapting to documents.
 
-    Memory is the peak of adapting to one document, including the networks: the LM and the state of its optimiser for
-    fine-tuning, the amortization network for MAC. Time is measured on a stream, document by document for fine-tuning
+    Memory is the peak of adapting to one document. It includes the networks: for fine-tuning the LM and the state of
+    its optimiser, for MAC the amortization network. Time is measured on a stream, document by document for fine-tuning
     and in batches for the others, and scaled to 1,665 documents. Neither depends on the weights, so CaMeLS and CCM are
     not trained for this.
     """
-    import os
-
-    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # the profiler announces each start and stop on standard error
     from eval.harness.results import result_path
 
     path = result_path(output, "adaptation_cost")
@@ -83,15 +80,9 @@ def main(
 
 
 def measure(system: System, documents: Sequence[Document], device: torch.device) -> Row:
-    """Measures the memory and the time of adapting a system to a stream.
+    """Measures a system that has seen no document: memory on the first one, which warms up, and time on the others.
 
-    Args:
-        system: a system that has seen no document.
-        documents: at least two. The first measures memory and warms up, the others measure time.
-        device: the device that the system runs on.
-
-    Returns:
-        A row with peak and network memory in megabytes, seconds per document, and minutes for 1,665 documents.
+    The row has peak and network memory in megabytes, seconds per document, and minutes for 1,665 documents.
     """
     import torch
 

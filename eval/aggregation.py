@@ -45,9 +45,6 @@ def main(
     Memory is the peak of all tensors that aggregating one batch of questions allocates, beyond the stored bank. As in
     the paper it excludes the encoding of the questions and the LM.
     """
-    import os
-
-    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # the profiler announces each start and stop on standard error
     from eval.harness.results import result_path
     from mac_rag.errors import ConfigError
 
@@ -65,7 +62,7 @@ def main(
 
     loaded = MACModel.from_pretrained(setup.model, device=device)
     bank = MemoryBank(loaded.fingerprint)
-    adaptation = adapt(MACEngine(loaded, bank), dataset.documents, progress=True)
+    adaptation = adapt(MACEngine(loaded, bank), dataset.documents)
     if experiment == "hierarchical":
         methods = hierarchical_methods(loaded, bank, sizes)
     else:

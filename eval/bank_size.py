@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -34,9 +34,6 @@ def main(
     context: typer.Context,
     model: ModelOption = "mac-tiny",
     sizes: Annotated[str, typer.Option(help="Documents in the bank, separated by commas.")] = "32,256,1665,5000,20000",
-    prior: Annotated[
-        Literal["on", "off", "both"], typer.Option(help="Measure with the document prior, without it, or both.")
-    ] = "both",
     questions: Annotated[int, typer.Option(min=1, help="Questions to ask at every size.")] = 1665,
     split: Annotated[str, typer.Option(help="Split of the newswire: train, val or test.")] = "test",
     seed: SeedOption = 0,
@@ -44,11 +41,11 @@ def main(
     device: DeviceOption = None,
     output: OutputOption = None,
 ) -> None:
-    """Measure answers from memory alone against the size of the bank, on the generated newswire.
+    """Measure answers from memory alone against the size of the bank, on generated newswire.
 
-    The questions are the same at every size: one about each of the first documents. A larger bank holds later
-    documents as distractors. For a smaller bank the questions are split into groups, and each group is asked of a bank
-    that holds the documents of this group.
+    The questions are the same at every size: one about each of the first documents. A larger bank holds later documents
+    as distractors. For a smaller bank the questions are split into groups, and each group is asked of a bank that holds
+    the documents of this group. A model with a document prior is measured with it and without it.
     """
     from eval.harness.results import result_path
 
@@ -60,23 +57,20 @@ def main(
 
     from eval.harness.protocol import adapt, samples
     from mac_rag.engine import MACEngine
-    from mac_rag.errors import ConfigError
     from mac_rag.model import MACModel
 
     loaded = MACModel.from_pretrained(model, device=device)
-    if loaded.aggregation.prior is None and prior != "off":
-        raise ConfigError(f"{model} has no document prior; measure it with --prior off")
     engine = MACEngine(loaded)
-    adaptation = adapt(engine, dataset.documents, progress=True)
+    adaptation = adapt(engine, dataset.documents)
     rows: list[Row] = []
     verdicts: dict[str, list[Verdict]] = {}
     for count in counts:
-        for with_prior in {"on": (True,), "off": (False,), "both": (True, False)}[prior]:
-            name = f"{count:,} documents, {'with' if with_prior else 'without'} prior"
+        for without_prior in (False, True) if loaded.aggregation.prior is not None else (True,):
+            setting = "without prior" if without_prior else "with prior"
+            name = f"{count:,} documents, {setting}"
             say(name, err=True)
-            without_prior = not with_prior and loaded.aggregation.prior is not None
             row, verdicts[name] = measure(name, engine, dataset, count, without_prior, batch_size)
-            rows.append(row.model_copy(update={"settings": {"prior": "with prior" if with_prior else "without prior"}}))
+            rows.append(row.model_copy(update={"settings": {"prior": setting}}))
     report(
         path,
         experiment="bank_size",
@@ -92,18 +86,11 @@ def main(
 def measure(
     name: str, whole: MACEngine, dataset: QADataset, size: int, without_prior: bool, batch_size: int
 ) -> tuple[Row, list[Verdict]]:
-    """Answers all questions from banks of one size.
+    """Answers all questions from banks of `size` documents; returns the row, and the verdict on each answer.
 
     Args:
-        name: name of the row.
         whole: an engine that has adapted to all documents of the stream.
         dataset: the stream; its i-th question is about its i-th document.
-        size: number of documents in a bank.
-        without_prior: switches the model's document prior off.
-        batch_size: questions of one generation.
-
-    Returns:
-        The row, and the verdict on each answer.
     """
     from eval.harness.protocol import judge, summarize
     from mac_rag.engine import Answer, MACEngine

@@ -20,15 +20,7 @@ Pair = tuple["dict[str, Verdict]", "dict[str, Verdict]"]  # verdicts of A and of
 
 
 class Difference(NamedTuple):
-    """One figure of a row of A and of a row of B over the same questions.
-
-    Attributes:
-        row: name of the row of A.
-        against: name of the row of B.
-        figure: `em`, `f1` or `em_prefix`.
-        ours, theirs: the means of A and of B, 0 to 1.
-        interval: mean and 95 % interval of A less B.
-    """
+    """A figure of a row of A and of a row of B over the same questions: means, 0 to 1, and the interval of A less B."""
 
     row: str
     against: str
@@ -80,11 +72,7 @@ def main(
 
 
 def shared_samples(ours: Sequence[Sample], theirs: Sequence[Sample], a: Path, b: Path) -> list[Pair]:
-    """Pairs the verdicts of A and of B on each question that both asked, in the order of A.
-
-    Raises:
-        DataError: if they have no question in common, or one id stands for different questions.
-    """
+    """Pairs the verdicts of A and of B on each question that both asked, in the order of A."""
     from mac_rag.errors import DataError
 
     by_id = {sample.id: sample for sample in theirs}
@@ -107,11 +95,7 @@ def shared_samples(ours: Sequence[Sample], theirs: Sequence[Sample], a: Path, b:
 def _chosen_rows(
     pairs: Sequence[Pair], rows: Sequence[str], against: str | None, a: Path, b: Path
 ) -> list[tuple[str, str]]:
-    """Selects the rows of A to compare, each with its row of B.
-
-    Raises:
-        ConfigError: for a row that a result does not have; the message names the rows that it has.
-    """
+    """Selects the rows of A to compare, each with its row of B."""
     from mac_rag.errors import ConfigError
 
     names, others = ([name for name in pairs[0][side] if all(name in pair[side] for pair in pairs)] for side in (0, 1))
@@ -128,7 +112,7 @@ def _chosen_rows(
 
 
 def compare(pairs: Sequence[Pair], rows: Sequence[tuple[str, str]], seed: int = 0) -> list[Difference]:
-    """Computes the figures of each pair of a row of A and a row of B, and their difference, A less B."""
+    """The figures of each pair of a row of A and a row of B, and their difference, A less B."""
     from eval.harness.bootstrap import paired_interval
 
     differences = []
@@ -159,7 +143,7 @@ def _show(differences: Sequence[Difference]) -> None:
             FIGURES[entry.figure],
             f"{100 * entry.ours:.1f}",
             f"{100 * entry.theirs:.1f}",
-            f"{100 * interval.mean:+.1f} ({100 * interval.low:+.1f}, {100 * interval.high:+.1f})",
+            interval.percent,
             "*" if interval.low > 0 or interval.high < 0 else "",
         )
     show_table(table)

@@ -28,17 +28,17 @@ def main(
     device: DeviceOption = None,
     output: OutputOption = None,
 ) -> None:
-    """Measure answers after a retrieved document that is wrong, without memory and with a memory that knows better.
+    """Measure answers after a retrieved document that is wrong, without memory and with a memory that holds the truth.
 
-    There are two kinds of conflict. Outdated, on the generated newswire: a later document supersedes the retrieved one,
-    and the memory holds both or the later one alone. Counterfactual, on every data set: the answer in the retrieved
+    There are two kinds of conflict. Outdated, on generated newswire: a later document supersedes the retrieved one, and
+    the memory holds both or the later one alone. Counterfactual, on every data set: the answer in the retrieved
     document is replaced by another of its kind, and the memory holds the true document. `wrong_share` is the share of
     answers that repeat the wrong document; `wrong_gain` is the change of this share by the memory, with its 95 %
-    interval. The right document is retrieved for comparison. --questions limits the questions of each kind.
+    interval. For comparison, the right document is retrieved. --questions limits the questions of each kind.
 
-    Two rows are of memory alone: asked as of the moment before the update, where the older answer is the right one, and
-    asked without the time that the question names. For a model with a recency term, the rows with all documents in
-    memory are repeated with the term off, and those about updates with the dates of the documents shuffled, too.
+    Two rows are of memory alone: asked as of the moment before the update, where the older answer is right, and asked
+    without the time that the question names. For a model with a recency term, the rows with all documents in memory are
+    repeated with the term off, and those about updates with shuffled dates, too.
     """
     from eval.harness.results import result_path
 
@@ -61,11 +61,11 @@ def main(
     groups = conflicts(dataset, setup.questions, seed)
     loaded = MACModel.from_pretrained(setup.model, device=device)
     engine = MACEngine(loaded)
-    adaptation = adapt(engine, dataset.documents, progress=True)
+    adaptation = adapt(engine, dataset.documents)
     rows: list[Row] = []
     sampled: list[Sample] = []
     for group in groups:
-        measured = measure(engine, group, dataset, batch_size=batch_size, seed=seed, progress=True)
+        measured = measure(engine, group, dataset, batch_size=batch_size, seed=seed)
         rows += [row for row, _ in measured]
         sampled += samples([case.question for case in group], {row.name: verdicts for row, verdicts in measured})
     conflict_questions = tuple(case.question for group in groups for case in group)
@@ -85,7 +85,7 @@ def main(
 
 
 def _shortened(row: Row) -> Row:
-    """Returns the row with the figures that fit on a screen."""
+    """The row with the figures that fit on a screen."""
     measures = {name: row.measures[name] for name in ("wrong_share", "wrong_gain") if name in row.measures}
     return row.model_copy(update={"em_prefix": None, "truncated": None, "seconds": None, "measures": measures})
 

@@ -1,4 +1,4 @@
-"""What could take the memory's place: `python -m eval.controls --help`."""
+"""Controls of a memory: could other sources take its place? `python -m eval.controls --help`."""
 
 from __future__ import annotations
 
@@ -7,13 +7,7 @@ from typing import Annotated
 
 import typer
 
-from eval.harness.benchmark import (
-    AnswersOption,
-    BenchmarkModel,
-    QuestionsOption,
-    SplitOption,
-    model_for,
-)
+from eval.harness.benchmark import AnswersOption, BenchmarkModel, QuestionsOption, SplitOption, model_for
 from eval.harness.command import BatchOption, DeviceOption, OutputOption, SeedOption, report
 from eval.harness.streams import DataOption, open_stream
 from mac_rag.cli.run import run_command
@@ -37,13 +31,13 @@ def main(
 ) -> None:
     """Answer the same questions from the memory, and from what could take its place.
 
-    From the memory with its document prior off; from the memory tokens of the first rows in the prior's order, without
+    From the memory with its document prior off; from the memory tokens of the rows that the prior ranks first, without
     any aggregation; from those of the right document; from the texts of these documents; and from BM25's first text,
     alone, with memory, and with the first document's text by the max rule. A row of memory is a document, or a chunk of
     a long one. Gains are over the memory, with 95 % intervals of the paired bootstrap.
 
-    The memory's errors, which are answers without an exact match, are divided: either another document than the right
-    one had most of the attention, or the right one was read wrong.
+    An answer without an exact match is an error. The memory's errors are divided: either another document than the
+    right one had most of the attention, or the right one was read wrong.
     """
     from eval.harness.results import result_path
 
@@ -60,8 +54,8 @@ def main(
     name = model_for(model, data)
     loaded = MACModel.from_pretrained(name, device=device)
     engine = MACEngine(loaded)
-    adaptation = adapt(engine, dataset.documents, progress=True)
-    controls = Controls(engine, dataset, batch_size=batch_size, progress=True)
+    adaptation = adapt(engine, dataset.documents)
+    controls = Controls(engine, dataset, batch_size=batch_size)
     rows, verdicts = ask_controls(controls, answers, answer_source(loaded, dataset.documents), seed=seed)
     report(
         path,
@@ -83,7 +77,7 @@ def main(
 
 
 def errors_in_words(measures: Mapping[str, float]) -> str:
-    """Writes the memory's errors of each kind, as `eval.harness.controls` measures them, in a sentence."""
+    """The memory's errors of each kind, as `eval.harness.controls` measures them, in a sentence."""
     right, wrong_document, read_wrong = (
         f"{100 * measures[name]:.1f} % ({100 * measures[f'{name}_low']:.1f} to {100 * measures[f'{name}_high']:.1f})"
         for name in ("attended_right", "wrong_document", "read_wrong")

@@ -78,12 +78,8 @@ def main(
 def distracting(dataset: QADataset, kind: str, count: int, seed: int) -> list[list[Document]]:
     """Draws `count` distractors for each question: documents other than its gold document.
 
-    Args:
-        dataset: the stream with its questions.
-        kind: `bm25` for the documents that BM25 ranks first, filled up with random ones if it finds fewer; or
-            `random`.
-        count: number of distractors, below the number of documents.
-        seed: random seed of the random distractors.
+    Kind `bm25` takes the documents that BM25 ranks first, filled up with random ones if it finds fewer; `random` takes
+    random ones.
     """
     from mac_rag.retrieval.bm25 import BM25Retriever
 
@@ -105,7 +101,7 @@ def distracting(dataset: QADataset, kind: str, count: int, seed: int) -> list[li
 
 
 def attention_map(model: MACModel, dataset: QADataset, distractors: Sequence[Sequence[Document]]) -> Tensor:
-    """Computes the last block's attention `[N, T, documents, T]` of N questions over gold documents and distractors.
+    """The last block's attention `[N, T, documents, T]` of N questions over gold documents and distractors.
 
     The attention is a mean over heads and sums to 1 for each question token. Of a document in several chunks only the
     first one counts.
@@ -148,10 +144,9 @@ class _Recorder:
 
 
 def summary(name: str, kind: str, maps: Tensor) -> Row:
-    """Makes a row of the mean attention mass on the gold document and on the strongest distractor.
+    """A row with the mean attention mass on the gold document and on the strongest distractor.
 
     Args:
-        name: name of the row.
         kind: kind of the distractors.
         maps: attention `[N, T, documents, T]`, the gold document first.
     """
@@ -172,7 +167,7 @@ def summary(name: str, kind: str, maps: Tensor) -> Row:
 
 
 def map_rows(kind: str, maps: Tensor) -> list[Row]:
-    """Makes a row of the mean map for each memory token of each document; their masses sum to 1."""
+    """A row of the mean map for each memory token of each document; their masses sum to 1."""
     from eval.harness.results import Row
 
     return [

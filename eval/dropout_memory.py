@@ -97,7 +97,7 @@ def main(
 
 
 def memory_rows(model: MACModel, stream: QADataset, counts: list[int], seed: int) -> list[Row]:
-    """Measures a row with the peak memory for each K and each dropout ratio p.
+    """A row with the peak memory for each K and each dropout ratio p.
 
     Raises:
         ConfigError: if the stream has too few documents with questions.
@@ -109,23 +109,13 @@ def memory_rows(model: MACModel, stream: QADataset, counts: list[int], seed: int
         batch = first_batch(model, stream, count)
         for share in (*SHARES, MINIMUM):
             ratio = 1 - 1 / count if isinstance(share, str) else share
-            peak = step_memory(model, batch, ratio, seed)
-            rows.append(
-                Row(
-                    name=f"K = {count}, p = {share}",
-                    settings={"K": count, "p": share},
-                    measures={"peak_mb": peak / 1e6},
-                )
-            )
+            measures = {"peak_mb": step_memory(model, batch, ratio, seed) / 1e6}
+            rows.append(Row(name=f"K = {count}, p = {share}", settings={"K": count, "p": share}, measures=measures))
     return rows
 
 
 def first_batch(model: MACModel, stream: QADataset, count: int) -> Batch:
-    """Makes a batch of a stream's first documents, cut to the model's limit, with one question on each.
-
-    Raises:
-        ConfigError: if the stream has too few documents with questions.
-    """
+    """A batch of a stream's first documents, cut to the model's limit, with one question on each."""
     from mac_rag.errors import ConfigError
     from pipelines.objective import Batch
 
@@ -143,15 +133,10 @@ def first_batch(model: MACModel, stream: QADataset, count: int) -> Batch:
 
 
 def step_memory(model: MACModel, batch: Batch, dropout: float, seed: int) -> int:
-    """Measures the peak bytes of one training step (equation 2), beyond weights and gradients.
+    """Peak bytes of one training step (equation 2) with back-propagation dropout, beyond weights and gradients.
 
-    The gradients are allocated before the step, as in every step but the first.
-
-    Args:
-        model: the model to train; it is in evaluation mode afterwards, without gradients.
-        batch: K documents with one question each.
-        dropout: back-propagation dropout ratio p.
-        seed: random seed of the dropped documents.
+    The gradients are allocated before the step, as in every step but the first. Afterwards the model is in evaluation
+    mode, without gradients.
     """
     import torch
 
@@ -174,14 +159,11 @@ def step_memory(model: MACModel, batch: Batch, dropout: float, seed: int) -> int
 
 def _to_train(name: str) -> MACModel:
     """Builds a preset from its pretrained parts, or loads a checkpoint."""
-    import os
-
     from mac_rag.lm.devices import default_device
     from mac_rag.lm.loading import require_gradients
     from mac_rag.model import MACModel
     from mac_rag.model.presets import PRESETS
 
-    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # the profiler announces each start and stop on standard error
     if name not in PRESETS:
         return MACModel.from_pretrained(name)
     require_gradients(PRESETS[name].base_lm.quantization, default_device(None))

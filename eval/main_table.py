@@ -23,10 +23,7 @@ def main(
     model: ModelByScale = None,
     data: DataOption = None,
     scale: ScaleOption = "tiny",
-    methods: Annotated[
-        str,
-        typer.Option(help="Methods to compare, separated by commas."),
-    ] = ",".join(METHODS),
+    methods: Annotated[str, typer.Option(help="Methods to compare, separated by commas.")] = ",".join(METHODS),
     documents: DocumentsOption = None,
     questions: QuestionsOption = None,
     learning_rate: Annotated[

@@ -83,7 +83,6 @@ def main(
         kept=None if answers is None else KeptAnswers(answers, answer_source(loaded, dataset.documents)),
         batch_size=batch_size,
         seed=seed,
-        progress=True,
     )
     report(
         path,

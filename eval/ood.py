@@ -86,12 +86,7 @@ def main(
             rows.append(row.model_copy(update={"settings": {**row.settings, "dataset": stream.name}}))
         sampled += samples(stream.questions, verdicts)
     report(
-        path,
-        experiment="ood",
-        options=setup.options(context.params),
-        rows=rows,
-        samples=sampled,
-        model=factory.model,
+        path, experiment="ood", options=setup.options(context.params), rows=rows, samples=sampled, model=factory.model
     )
 
 

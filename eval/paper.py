@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -30,7 +31,7 @@ def main(
     data: Annotated[
         Path | None,
         typer.Option(
-            help="At the paper's scale, a folder with folders streamingqa, squad and archivalqa, or some of them.",
+            help="At the paper's scale, a folder with folders streamingqa, squad and archivalqa, or some of them."
         ),
     ] = None,
     seed: Annotated[int, typer.Option(help="Random seed of every experiment.")] = 0,
@@ -49,17 +50,15 @@ def main(
     therefore continues where it stopped. A step that fails is reported, and the other steps run.
     """
     from eval.harness.paper_plan import steps
+    from eval.harness.results import writable_folder
     from eval.report.__main__ import write_report
-    from mac_rag.errors import ConfigError, DataError
+    from mac_rag.errors import DataError
 
     planned = steps(scale, data, seed)
     if dry_run:
         show_plan(planned, scale, data, output)
         return
-    try:
-        output.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"--output {output} cannot be a folder: {error.strerror}") from None
+    writable_folder(output, "--output")
     records = run_steps(planned, output)
     failed = [record for record in records if record.status == "failed"]
     counts = {status: sum(record.status == status for record in records) for status in ("done", "failed", "not run")}
@@ -67,8 +66,7 @@ def main(
     for record in failed:
         say(f"failed: {record.name}: {record.reason}; see {output / record.name}.log", err=True)
     try:
-        for file in write_report([output], output / "report.html"):
-            say(f"Report: {file}")
+        write_report([output], output / "report.html")
     except DataError as error:
         say(f"No report: {error}", lines=True, err=True)
     if failed:
@@ -76,14 +74,7 @@ def main(
 
 
 def show_plan(planned: Sequence[Step], scale: Scale, data: Path | None, output: Path) -> None:
-    """Shows what would run.
-
-    Args:
-        planned: the steps.
-        scale: their scale.
-        data: the folder with the data sets; None for none.
-        output: the folder of results.
-    """
+    """Shows what would run, with the folder of the data sets and that of the results."""
     from eval.harness.paper_plan import models_needed, models_to_train
 
     needs = {step.name: models_needed(step) if scale == "paper" else [] for step in planned}
@@ -104,11 +95,7 @@ def show_plan(planned: Sequence[Step], scale: Scale, data: Path | None, output: 
 
 
 def run_steps(planned: Sequence[Step], output: Path) -> list[StepRecord]:
-    """Runs steps in subprocesses, in order, each with a log beside its result.
-
-    Args:
-        planned: the steps.
-        output: folder of results, logs and records, which exists.
+    """Runs steps in subprocesses, in order, each with a log beside its result in a folder that exists.
 
     Returns:
         The outcome of each step. The folder's file of records is updated after every step.
@@ -117,7 +104,7 @@ def run_steps(planned: Sequence[Step], output: Path) -> list[StepRecord]:
     from eval.harness.results import checkout
 
     before = {record.name: record for record in read_records(output)}
-    commit, digests = checkout(), AnswerDigests()
+    commit = checkout()
     if commit is not None and commit.dirty:
         say("The checkout has uncommitted changes: finished steps are kept though the code may differ.")
     records: list[StepRecord] = []
@@ -126,7 +113,7 @@ def run_steps(planned: Sequence[Step], output: Path) -> list[StepRecord]:
         record = StepRecord(name=step.name, experiment=step.experiment, status="not run", reason=step.missing)
         if step.missing:
             say(f"{head}: not run: {step.missing}")
-        elif finished(step, output, commit, digests):
+        elif finished(step, output, commit):
             record = record.model_copy(update={"status": "done"})
             say(f"{head}: done before")
         else:
@@ -143,11 +130,7 @@ def run_steps(planned: Sequence[Step], output: Path) -> list[StepRecord]:
 
 
 def run_step(step: Step, output: Path) -> str:
-    """Runs one step; its log holds everything that it prints.
-
-    Returns:
-        The reason of its failure; empty if it succeeded.
-    """
+    """Runs one step, with a log of everything that it prints; returns why it failed, or ""."""
     log, result = output / f"{step.name}.log", step.result(output)
     # The result of an earlier run must not pass for the result of this one.
     before = result.stat().st_mtime_ns if result.exists() else None
@@ -164,25 +147,19 @@ def run_step(step: Step, output: Path) -> str:
     return ""
 
 
-class AnswerDigests:
-    """Answer digests of models by name; loads each model once. A model that cannot be loaded has None."""
+@cache
+def answer_digest(name: str) -> str | None:
+    """The answer digest of a model; None if it cannot be loaded."""
+    from mac_rag.errors import MACError
+    from mac_rag.model import MACModel
 
-    def __init__(self) -> None:
-        self._known: dict[str, str | None] = {}
-
-    def of(self, name: str) -> str | None:
-        if name not in self._known:
-            from mac_rag.errors import MACError
-            from mac_rag.model import MACModel
-
-            try:
-                self._known[name] = MACModel.from_pretrained(name).answer_digest
-            except MACError:
-                self._known[name] = None
-        return self._known[name]
+    try:
+        return MACModel.from_pretrained(name).answer_digest
+    except MACError:
+        return None
 
 
-def finished(step: Step, output: Path, commit: Commit | None, digests: AnswerDigests) -> bool:
+def finished(step: Step, output: Path, commit: Commit | None) -> bool:
     """True if the result of a step exists and comes from the same command, commit and model."""
     from eval.harness.results import Result
     from mac_rag.errors import DataError
@@ -193,7 +170,7 @@ def finished(step: Step, output: Path, commit: Commit | None, digests: AnswerDig
         return False
     if (result.command, result.git) != (step.shown(output), commit):
         return False
-    return result.model is None or digests.of(result.model.name) == result.model.answer_digest
+    return result.model is None or answer_digest(result.model.name) == result.model.answer_digest
 
 
 if __name__ == "__main__":

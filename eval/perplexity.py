@@ -126,13 +126,7 @@ def perplexity_row(
 ) -> Row:
     """Measures perplexity on adapted and on unseen documents as one row.
 
-    Args:
-        name: name of the row.
-        model: the MAC model.
-        adapted: documents that the bank holds.
-        unseen: documents that it does not hold.
-        batch_size: documents at a time.
-        lm: an LM to measure without memory; None for the model with a bank of the adapted documents.
+    An `lm` is measured without memory; None measures the model with a bank of the adapted documents.
     """
     from eval.harness.results import Row
     from mac_rag.engine import MACEngine
@@ -156,13 +150,11 @@ def perplexity_row(
 def perplexity(
     model: MACModel, documents: Sequence[Document], phi: Tensor | None, batch_size: int, *, lm: BaseLM | None = None
 ) -> float:
-    """Computes the perplexity of the tokens of documents after their first 10 %.
+    """The perplexity of the tokens of documents after their first 10 %.
 
     Args:
         model: documents are cut to its limit, and its base LM reads them.
-        documents: at least one.
         phi: memory tokens of the bank `[K, T, D]`; None for the LM alone.
-        batch_size: documents at a time.
         lm: an LM to read them instead of the model's base LM.
     """
     import torch
@@ -198,11 +190,9 @@ def cut(prompts: PromptEncoder, text: str) -> tuple[list[int], list[int]]:
 
 
 def language_recipe(training: Training, documents: int) -> TrainConfig:
-    """Makes the recipe of language modelling: a document's first 10 % of words are the question, the rest the answer.
+    """The recipe of language modelling: a document's first 10 % of words are the question, the rest is the answer.
 
-    Args:
-        training: where and how to train.
-        documents: at most this many documents of the training split.
+    Takes at most so many documents of the training split.
 
     Raises:
         DataError: for documents that cannot be written as a data set of questions.
@@ -217,7 +207,7 @@ def language_recipe(training: Training, documents: int) -> TrainConfig:
 
 
 def continuations(stream: QADataset) -> QADataset:
-    """Makes a question of each document's beginning, whose answer is the rest; leaves out those of one word."""
+    """A question of each document's beginning, whose answer is the rest; documents of one word are left out."""
     from mac_rag.data.types import Document, QADataset, Question
 
     documents, questions = [], []

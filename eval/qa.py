@@ -13,7 +13,6 @@ from eval.harness.benchmark import (
     BenchmarkModel,
     ExportOption,
     KOption,
-    Loaded,
     QuestionsOption,
     RetrieverOption,
     SplitOption,
@@ -21,7 +20,7 @@ from eval.harness.benchmark import (
     WeightOption,
     run_benchmark,
 )
-from eval.harness.command import NEWSWIRE_DOCUMENTS, BatchOption, DeviceOption, OutputOption, SeedOption, generated
+from eval.harness.command import BatchOption, DeviceOption, OutputOption, SeedOption
 from eval.harness.streams import DataOption, named_data
 from mac_rag.cli.run import run_command
 
@@ -57,29 +56,16 @@ def main(
     and with the memory. One file of your own is divided by documents; --split all takes all of it. Without --data the
     stream is generated news.
     """
-
-    def load() -> Loaded:
-        from mac_rag.data import load_dataset
+    if columns is not None and data is None:
         from mac_rag.errors import ConfigError
 
-        if columns is not None and data is None:
-            raise ConfigError(f"--columns {columns!r} names columns of data of your own; give them with --data")
-        if data is None:
-            about = "The embedded newswire sample, because no --data was given"
-            return Loaded(generated(split, documents or NEWSWIRE_DOCUMENTS, seed), "generated", about)
-        name, path = named_data(data)
-        dataset = load_dataset(name, split, path, documents=documents, columns=named_columns(columns))
-        return Loaded(dataset, str(path), str(path))
-
-    run_benchmark("qa", load, context.params)
+        raise ConfigError(f"--columns {columns!r} names columns of data of your own; give them with --data")
+    about = "The embedded newswire sample, because no --data was given" if data is None else str(named_data(data)[1])
+    run_benchmark("qa", data, about, context.params, named_columns(columns))
 
 
 def named_columns(text: str | None) -> dict[str, str]:
-    """Parses the value of --columns: field -> column.
-
-    Raises:
-        ConfigError: for anything but FIELD=COLUMN, separated by commas, or a field that comes twice.
-    """
+    """Parses the value of --columns: field -> column."""
     from mac_rag.errors import ConfigError
 
     pairs = [] if text is None else [pair.partition("=") for pair in text.split(",")]

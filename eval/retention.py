@@ -87,14 +87,9 @@ def main(
             if added == 0:
                 f1_at_first = f1
             measures = {"retention": 100 * f1 / f1_at_first} if f1_at_first else {}
-            rows.append(
-                row.model_copy(
-                    update={
-                        "settings": {**row.settings, "added": added},
-                        "measures": {**measures, "f1_before_adaptation": before.f1 or 0.0},
-                    }
-                )
-            )
+            measures["f1_before_adaptation"] = before.f1 or 0.0
+            settings = {**row.settings, "added": added}
+            rows.append(row.model_copy(update={"settings": settings, "measures": measures}))
         if not f1_at_first:
             not_run[f"retention of {method}"] = "its F1 was 0 from the beginning, and has no share"
     report(

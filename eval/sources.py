@@ -19,10 +19,8 @@ if TYPE_CHECKING:
     from mac_rag.data.types import Answer, QADataset, Source
     from mac_rag.engine import MACEngine
 
-# Sources that are ranked; more than anybody reads, so that the one with most attention is among them.
-_RANKED = 10
-# Quotes of each way to answer in the result.
-_QUOTED = 10
+_RANKED = 10  # sources; more than a reader reads, so that the one with most attention is among them
+_QUOTED = 10  # quotes of each way to answer in the result
 
 
 def main(
@@ -45,8 +43,8 @@ def main(
 ) -> None:
     """Measure whether the first source of a right answer is the document that the question is about.
 
-    The bank keeps texts. An answer is right if its F1 is at least 0.5; the other answers are left out. `right_document`
-    is the share of right answers whose first source is the question's document, and `holds_answer` that of those whose
+    The bank keeps texts. An answer is right if its F1 is at least 0.5; other answers are left out. `right_document` is
+    the share of right answers whose first source is the question's document, and `holds_answer` that of those whose
     first source holds the answer, in whatever document. Controls are the document with most attention, which is the
     first source in a bank without texts; the retriever's first; and any document that holds the answer, drawn by
     chance. `elsewhere` is the share of right answers that other documents of the bank hold as well.
@@ -99,15 +97,7 @@ def main(
 
 @dataclass(frozen=True)
 class Named:
-    """What is named as the source of one right answer.
-
-    Attributes:
-        gold: id of the question's document.
-        holders: ids of the documents of the bank that hold the answer.
-        first: id of the first source.
-        most_attended: id of the source with most attention.
-        retrieved: id of the retriever's first document; None without one.
-    """
+    """Candidates for the source of one right answer, by document id; `holders` are all that hold the answer."""
 
     gold: str
     holders: frozenset[str]
@@ -125,7 +115,7 @@ def _rows(
     k: int | None,
     seconds: float,
 ) -> tuple[list[Row], list[Quote]]:
-    """Makes the rows of the engine's sources and of their controls, and some quotes."""
+    """The rows of the engine's sources and of their controls, and some quotes."""
     from eval.harness.protocol import summarize
     from eval.harness.results import Quote
     from mac_rag.data.metrics import normalize
@@ -162,13 +152,13 @@ def _rows(
 
 
 def named_of(gold: str, holders: frozenset[str], sources: Sequence[Source], retrieved: Sequence[str]) -> Named:
-    """Picks what is named as the source of one right answer from its sources and the retriever's documents."""
+    """The candidates of one right answer, from its sources and the retriever's documents."""
     most = max(sources, key=lambda source: source.share or 0.0)
     return Named(gold, holders, sources[0].document_id, most.document_id, retrieved[0] if retrieved else None)
 
 
 def control_rows(name: str, named: Sequence[Named]) -> list[Row]:
-    """Makes the row of first sources, and those of what could take their place."""
+    """The row of first sources, and those of what could take their place."""
     from eval.harness.results import Row
 
     if not named:

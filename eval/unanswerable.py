@@ -13,8 +13,7 @@ from eval.harness.command import BatchOption, DeviceOption, OutputOption, SeedOp
 from eval.harness.streams import DataOption, open_stream
 from mac_rag.cli.run import run_command
 
-# Points of the risk-coverage curve.
-COVERAGES = (0.2, 0.4, 0.6, 0.8, 1.0)
+COVERAGES = (0.2, 0.4, 0.6, 0.8, 1.0)  # points of the risk-coverage curve
 
 
 def main(
@@ -39,11 +38,11 @@ def main(
     how well confidence orders right answers before wrong ones, `auroc_answerable` questions with an answer in memory
     before those without. `ece` is the expected calibration error, `risk_at_...` the share of wrong answers among the
     most confident ones, and `half_gain` the precision of the more confident half over that of all. An answer is right
-    if its F1 is at least 0.5. Rows below compare single kinds of evidence, by which nothing is calibrated.
+    if its F1 is at least 0.5. Further rows compare single kinds of evidence, which are not calibrated.
 
     Take another split than the one that the calibration was fitted on.
     """
-    from eval.harness.protocol import judge, samples
+    from eval.harness.protocol import judge, samples, summarize
     from eval.harness.results import Row, result_path
     from mac_rag.asking import calibration_of
     from mac_rag.engine import Answer, MACEngine
@@ -59,25 +58,19 @@ def main(
     logistic = calibration_of(loaded, "memory" if retriever == "none" else "documents")
     engine = MACEngine(loaded, retriever=make_retriever(retriever), k=k)
     began = time.perf_counter()
-    found, evidence, mode = guesses(engine, dataset, questions, seed=seed, batch_size=batch_size, progress=True)
+    found, evidence, mode = guesses(engine, dataset, questions, seed=seed, batch_size=batch_size)
     seconds = time.perf_counter() - began
     right, answerable = [guess.right for guess in found], [guess.answerable for guess in found]
     asked = [guess.question for guess in found]
     verdicts = judge(asked, [Answer(guess.text, (), (), False) for guess in found])
     confidence = logistic.probability(evidence).tolist()
-    rows = [
-        Row(
-            name=f"{mode}: confidence",
-            k=None if retriever == "none" else k,
-            documents=len(dataset.documents),
-            questions=len(found),
-            em=sum(verdict.em for verdict in verdicts) / len(found),
-            f1=sum(verdict.f1 for verdict in verdicts) / len(found),
-            em_prefix=sum(verdict.em_prefix for verdict in verdicts) / len(found),
-            measures=measures(confidence, right, answerable),
-            seconds=seconds,
-        )
-    ]
+    row = summarize(f"{mode}: confidence", asked, verdicts, len(dataset.documents), None, seconds)
+    of_confidence = {
+        "k": None if retriever == "none" else k,
+        "measures": measures(confidence, right, answerable),
+        "truncated": None,
+    }
+    rows = [row.model_copy(update=of_confidence)]
     rows += [
         Row(
             name=f"{mode}: {kind} alone",
@@ -104,7 +97,7 @@ def main(
 
 
 def measures(confidence: Sequence[float], right: Sequence[bool], answerable: Sequence[bool]) -> dict[str, float]:
-    """Computes the figures of one kind of confidence, by the names in the command's help."""
+    """The figures of one kind of confidence, by the names in the command's help."""
     figures = {
         "auroc": auroc(confidence, right),
         "auroc_answerable": auroc(confidence, answerable),
@@ -138,8 +131,8 @@ def auroc(scores: Sequence[float], positive: Sequence[bool]) -> float:
     return float((below + ties / 2) / (len(ours) * len(theirs)))
 
 
-def expected_calibration_error(scores: Sequence[float], right: Sequence[bool], bins: int = 10) -> float:
-    """Mean distance between confidence and the share of right answers, over bins of equal width (Naeini et al., 2015).
+def expected_calibration_error(scores: Sequence[float], right: Sequence[bool]) -> float:
+    """Mean distance between confidence and the share of right answers, over ten equal bins (Naeini et al., 2015).
 
     Examples:
         >>> expected_calibration_error([0.75, 0.75, 0.75, 0.75, 0.25], [True, True, True, False, False])
@@ -148,8 +141,8 @@ def expected_calibration_error(scores: Sequence[float], right: Sequence[bool], b
     import numpy as np
 
     values, labels = np.asarray(scores, dtype=np.float64), np.asarray(right, dtype=np.float64)
-    place = np.minimum((values * bins).astype(int), bins - 1)
-    gaps = [abs((values - labels)[place == number].sum()) for number in range(bins)]
+    place = np.minimum((10 * values).astype(int), 9)
+    gaps = [abs((values - labels)[place == number].sum()) for number in range(10)]
     return float(sum(gaps) / len(values))
 
 

@@ -115,7 +115,7 @@ def main(
 
 
 def modulations(training: Training) -> list[Variant]:
-    """Makes a variant for each kind of modulation."""
+    """A variant for each kind of modulation."""
     from eval.harness.variants import Variant
 
     changes = {name: {"model": {"modulation": {"kind": kind}}} for name, kind in KINDS.items()}
@@ -123,7 +123,7 @@ def modulations(training: Training) -> list[Variant]:
 
 
 def amortizations(training: Training) -> list[Variant]:
-    """Makes a variant for each design of the amortization network."""
+    """A variant for each design of the amortization network."""
     from eval.harness.variants import Variant
 
     designs = DESIGNS
@@ -138,7 +138,7 @@ def amortizations(training: Training) -> list[Variant]:
 
 
 def precisions(training: Training) -> tuple[list[Variant], dict[str, str]]:
-    """Makes a variant for each precision that this machine can train in; tells why it cannot train in the others."""
+    """A variant for each precision that this machine can train in, and why it cannot train in the others."""
     from eval.harness.variants import Variant
     from mac_rag.errors import QuantizationError
     from mac_rag.lm.devices import default_device
@@ -154,12 +154,7 @@ def precisions(training: Training) -> tuple[list[Variant], dict[str, str]]:
 
 
 def tiny_designs(model: str, runs: Path, seed: int) -> dict[str, dict[str, Any]]:
-    """Makes a backbone for each design, as large as the base LM of a MAC model, and saves it under `runs`.
-
-    Args:
-        model: name or folder of the MAC model.
-        runs: folder of the variants; backbones that it holds are not made again.
-        seed: random seed of the new layers.
+    """Makes a backbone for each design, as large as the base LM of a MAC model, and saves it under `runs` once.
 
     Returns:
         For each design the values of its encoder's configuration; the last one has the base LM's own layers.

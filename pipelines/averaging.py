@@ -9,26 +9,20 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-_MEAN = "mean/"  # in front of a weight's name in a checkpoint: the name of its mean
+_MEAN = "mean/"  # prefix of a weight's name in a checkpoint, for its mean
 
 
 class WeightMean:
-    """The running mean of a module's trained weights, step by step from some step on.
-
-    Args:
-        module: has the weights.
-        steps: steps of the run.
-        start: share of the steps that are over before the first that counts.
-    """
+    """The running mean of a module's trained weights, after the share `start` of so many steps."""
 
     def __init__(self, module: nn.Module, steps: int, start: float) -> None:
         self._module = module
-        self._first = min(round(start * steps), steps - 1) + 1  # the steps done when the first of them counts
+        self._first = min(round(start * steps), steps - 1) + 1  # number of steps after which the weights first count
         self._mean: dict[str, Tensor] = {}
 
     @torch.no_grad()
     def add(self, step: int) -> None:
-        """Counts the weights after a step; `step` is the number of steps done."""
+        """Counts the weights after so many steps."""
         count = step - self._first + 1
         if count < 1:
             return
@@ -40,19 +34,19 @@ class WeightMean:
 
     @torch.no_grad()
     def put(self) -> None:
-        """Puts the mean in the place of the weights."""
+        """Replaces the weights by the mean."""
         for name, weight in self._weights().items():
             weight.copy_(self._mean[name])
 
     def state(self, step: int) -> dict[str, Tensor]:
-        """What a checkpoint after so many steps holds beside the weights, in tensors of the right shape."""
+        """Tensors that a checkpoint after so many steps holds beside the weights, of the right shape."""
         if step < self._first:
             return {}
         like = self._mean or {name: weight.float() for name, weight in self._weights().items()}
         return {_MEAN + name: mean for name, mean in like.items()}
 
     def load(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Takes the means out of a checkpoint's tensors, and returns the others."""
+        """Takes the means out of a checkpoint's tensors, and returns the other tensors."""
         self._mean = {name.removeprefix(_MEAN): t for name, t in state.items() if name.startswith(_MEAN)}
         return {name: t for name, t in state.items() if not name.startswith(_MEAN)}
 

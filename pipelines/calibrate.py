@@ -1,4 +1,4 @@
-"""Fits how sure a model may be of its answers: `python -m pipelines.calibrate --help`."""
+"""Fits the confidence of a model's answers: `python -m pipelines.calibrate --help`."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def main(
     retriever: Annotated[
         str, typer.Option(help="Fit answers after the documents of this retriever instead of those from memory alone.")
     ] = "none",
-    k: Annotated[int, typer.Option(min=1, help="Retrieved documents in front of a question.")] = 5,
+    k: Annotated[int, typer.Option(min=1, help="Retrieved documents before a question.")] = 5,
     seed: Annotated[int, typer.Option(help="Random seed of the questions.")] = 0,
     batch_size: Annotated[int, typer.Option(min=1, help="Questions of one batch.")] = 32,
     device: Annotated[str | None, typer.Option(help="cpu, cuda, ...", show_default="a GPU if there is one")] = None,
@@ -31,9 +31,9 @@ def main(
     """Fit the calibration of a checkpoint, from which `Answer.confidence` is computed.
 
     Half of the questions are asked of a bank without the documents that hold their answers. A logistic model learns to
-    tell right answers from wrong ones by the document prior, the LM's own probabilities, and whether the answer says
-    back the question; right is an F1 of at least 0.5. Fit it again after training: it holds for the weights that it was
-    fitted for, and for no others.
+    tell right answers from wrong ones by the document prior, the LM's own probabilities, and whether the answer repeats
+    the question; an answer is right if its F1 is at least 0.5. A fit holds only for the weights that it was made with,
+    so fit again after training.
     """
     from mac_rag.data import load_dataset
     from mac_rag.engine import MACEngine
@@ -45,7 +45,7 @@ def main(
     name, _, path = data.partition(":")
     dataset = load_dataset(name, split, path or None, documents=documents)
     engine = MACEngine(MACModel.from_pretrained(model, device=device), retriever=make_retriever(retriever), k=k)
-    found, evidence, mode = guesses(engine, dataset, questions, seed=seed, batch_size=batch_size, progress=True)
+    found, evidence, mode = guesses(engine, dataset, questions, seed=seed, batch_size=batch_size)
     about = f"{name} ({split}), {len(dataset.documents)} documents"
     calibration = fit(engine, found, evidence, mode, about)
     calibration.write(find(model, None))

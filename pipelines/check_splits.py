@@ -1,4 +1,4 @@
-"""Looks for held-out data in the training data of recipes: `python -m pipelines.check_splits --help`."""
+"""Searches the training data of recipes for held-out data: `python -m pipelines.check_splits --help`."""
 
 from __future__ import annotations
 
@@ -19,15 +19,14 @@ _SHOWN = 5  # examples to print of each kind
 
 def main(
     recipes: Annotated[
-        list[str],
-        typer.Argument(help="Files or names of recipes, or of pipelines for all of their stages."),
+        list[str], typer.Argument(help="Files or names of recipes, or of pipelines for all of their stages.")
     ],
     split: Annotated[str, typer.Option(help="The held-out split of the data set that the recipes train on.")] = "test",
     set_: SetOption = None,
 ) -> None:
     """Check that the training data of recipes contain nothing of a held-out split.
 
-    It compares whole paragraphs, titles and questions, normalised as in SQuAD's evaluation. The command fails if any of
+    The command compares whole paragraphs, titles and questions, normalised as in SQuAD's evaluation. It fails if any of
     them is in both.
     """
     from mac_rag.errors import DataError
@@ -64,7 +63,7 @@ def data_of(recipe: str, overrides: list[str] | None) -> DataConfig | None:
     values, where, task = read_recipe(recipe, overrides)
     if task is None:
         trains_mac = values.keys() & {"model", "preset", "start_from"}
-        task = "pretrain" if "corpus" in values else "train" if trains_mac else "tune_qa"
+        task = "train" if trains_mac else "tune_qa" if "base_lm" in values else "pretrain"
     data: DataConfig | None = getattr(TASK_KINDS[task].config.parse(values, where), "data", None)
     return data
 

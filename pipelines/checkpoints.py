@@ -14,11 +14,12 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import shutil
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from accelerate import Accelerator
@@ -30,44 +31,99 @@ from torch.distributed.tensor import DTensor
 
 from mac_rag.atomic_files import write_folder, write_text
 from mac_rag.errors import DataError, ModelLoadError
-from pipelines.resumption import Progress, checkpoints_in, progress_of
+from mac_rag.untrusted_files import ROW, MalformedError, lines_of, open_file, read_json
 
 _STATE = "trainer.json"
 _MODEL, _OPTIMIZER = "model", "optimizer"
 _PER_WEIGHT = ("exp_avg", "exp_avg_sq")  # of a weight's shape; `step` is a scalar
 
+_LARGEST_STATE = 1 << 16  # bytes
+_LOGGED = re.compile(rb'\{"kind": "\w+", "step": (\d{1,18})[,}]')
+
 Load: TypeAlias = Callable[[dict[str, Tensor]], None]
 
 
-class Checkpoints:
-    """The checkpoints in a run's folder.
+class Progress(NamedTuple):
+    """Progress of a run.
 
-    All processes call the same methods in the same order.
-
-    Args:
-        folder: where they lie; all processes must see it.
-        accelerator: the processes.
+    Attributes:
+        step: number of optimiser steps done.
+        best: the best validation so far; None before the first.
+        passes: forward passes of one step over all processes.
+        finished: True once the run has exported its last weights. Its checkpoint then holds nothing else.
     """
+
+    step: int
+    best: float | None
+    passes: int
+    finished: bool
+
+
+def finished_steps(output: Path) -> int:
+    """Number of steps in the newest checkpoint of the run in a folder; 0 without a checkpoint."""
+    checkpoints = checkpoints_in(output / "checkpoints")
+    return int(checkpoints[-1].name.removeprefix("step-")) if checkpoints else 0
+
+
+def checkpoints_in(folder: Path) -> list[Path]:
+    """The checkpoints in a folder, the newest last."""
+    return sorted(folder.glob("step-*"))
+
+
+def progress_of(checkpoint: Path) -> Progress:
+    """Reads the progress of a run from its checkpoint."""
+    path = checkpoint / _STATE
+    try:
+        state = read_json(path, _LARGEST_STATE)
+        step, best, passes, finished = state["step"], state["best"], state["passes"], state.get("finished", False)
+        if type(step) is not int or step < 0 or isinstance(best, bool) or not isinstance(best, int | float | None):
+            raise MalformedError(f"step is {step!r:.40}, and best is {best!r:.40}")
+        if type(passes) is not int or passes < 1 or type(finished) is not bool:
+            raise MalformedError(f"passes is {passes!r:.40}, and finished is {finished!r:.40}")
+        return Progress(step, best, passes, finished)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise DataError(
+            f"{path} is damaged: {error}; remove {checkpoint}, and the run starts from the beginning"
+        ) from None
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error.strerror}") from None
+
+
+def logged_until(log: Path, step: int) -> str:
+    """The lines of a log until a step; a last line that a crash has cut is left out."""
+    lines = []
+    try:
+        with open_file(log, follow=True) as file:
+            for number, line in enumerate(lines_of(file, ROW), 1):
+                if not line.endswith(b"\n"):
+                    break
+                begun = _LOGGED.match(line)  # its figures are copied, and may be NaN, which is no JSON
+                if begun is None:
+                    raise MalformedError(f"line {number} names no step")
+                if int(begun[1]) > step:
+                    break
+                lines.append(line.decode())
+    except ValueError as error:
+        raise DataError(f"{log} is damaged: {error}; remove it, and the run continues with a new one") from None
+    return "".join(lines)
+
+
+class Checkpoints:
+    """The checkpoints in a run's folder, which all processes see. They call the same methods in the same order."""
 
     def __init__(self, folder: Path, accelerator: Accelerator) -> None:
         self.folder = folder
         self._accelerator = accelerator
 
     def write(self, state: Mapping[str, Tensor], optimizer: Mapping[str, Tensor], progress: Progress) -> None:
-        """Writes a checkpoint and removes the older one.
-
-        Args:
-            state: trained tensors by name.
-            optimizer: see `optimizer_tensors`.
-            progress: how far the run has come.
-        """
+        """Writes a checkpoint of the trained tensors and of `optimizer_tensors`, and removes the older one."""
         accelerator = self._accelerator
         with ExitStack() as stack:
             new = [""]
             if accelerator.is_main_process:
                 new = [str(stack.enter_context(write_folder(self.folder / f"step-{progress.step:08d}")))]
             if accelerator.num_processes > 1:
-                new = broadcast_object_list(new)  # the others wait here until the folder is there
+                new = broadcast_object_list(new)  # the others wait here until the folder exists
             for kind, tensors in ((_MODEL, state), (_OPTIMIZER, optimizer)):
                 self._write_tensors(Path(new[0]), kind, tensors)
             accelerator.wait_for_everyone()
@@ -86,14 +142,14 @@ class Checkpoints:
         save_file(rows | (whole if rank == 0 else {}), folder / f"{kind}-{rank:05d}-of-{count:05d}.safetensors")
 
     def tidy(self) -> None:
-        """Removes all but the newest checkpoint, and what a killed process has left of others."""
+        """Removes all checkpoints but the newest, and leftovers of killed processes."""
         if self._accelerator.is_main_process:
             for path in (*checkpoints_in(self.folder)[:-1], *self.folder.glob(".step-*")):
                 shutil.rmtree(path)
         self._accelerator.wait_for_everyone()
 
     def finish(self, progress: Progress) -> None:
-        """Leaves the step of a finished run, and removes its tensors: nothing will start from them any more."""
+        """Records that the run is finished, and removes the tensors of its checkpoint: nothing will start from them."""
         if self._accelerator.is_main_process:
             newest = checkpoints_in(self.folder)[-1]
             write_text(newest / _STATE, _state(progress._replace(finished=True)))
@@ -113,7 +169,7 @@ class Checkpoints:
 
         Raises:
             DataError: for a damaged or missing file, which it names.
-            ModelLoadError: when a name or a shape differs; names them.
+            ModelLoadError: if a name or a shape differs; names them.
         """
         newest = checkpoints_in(self.folder)[-1]
         with _opened(newest, _MODEL) as files:
@@ -123,7 +179,7 @@ class Checkpoints:
             _load_optimizer(files, optimizer, task)
 
     def newest_progress(self) -> Progress | None:
-        """How far the newest checkpoint has come; None without one."""
+        """Progress in the newest checkpoint; None without one."""
         checkpoints = checkpoints_in(self.folder)
         return progress_of(checkpoints[-1]) if checkpoints else None
 
@@ -135,7 +191,7 @@ def _state(progress: Progress) -> str:
 
 
 def optimizer_tensors(optimizer: torch.optim.Optimizer, task: nn.Module) -> dict[str, Tensor]:
-    """The optimiser's state as tensors: `STATE/NAME` for each state of the weight NAME that has had a gradient."""
+    """The optimiser's state as tensors: `STATE/NAME` for each state of a weight NAME that has had a gradient."""
     named = {parameter: name for name, parameter in task.named_parameters()}
     return {
         f"{key}/{named[parameter]}": value
@@ -164,11 +220,11 @@ def require_same_shapes(ours: Mapping[str, tuple[int, ...]], theirs: Mapping[str
     """Compares the tensors of a run with those of its checkpoint.
 
     Raises:
-        ModelLoadError: when a name or a shape differs; names them.
+        ModelLoadError: if a name or a shape differs; names them.
     """
     differ = sorted(name for name in ours.keys() | theirs.keys() if ours.get(name) != theirs.get(name))
     if differ:
-        raise ModelLoadError(f"the checkpoint belongs to another configuration; what differs: {', '.join(differ)}")
+        raise ModelLoadError(f"the checkpoint belongs to another configuration; these differ: {', '.join(differ)}")
 
 
 def _shapes(tensors: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
@@ -198,7 +254,7 @@ class _Files:
         return sum(shape[0] for shape in shapes), *shapes[0][1:]
 
     def like(self, name: str, tensor: Tensor) -> Tensor:
-        """A stored tensor, whole or sharded as another tensor of its shape is, on the device of that."""
+        """A stored tensor on the device of another tensor of its shape, whole or sharded as that one is."""
         if not isinstance(tensor, DTensor):
             return self._rows(name, 0, tensor.shape[0] if tensor.ndim else 1).to(tensor.device)
         mesh = tensor.device_mesh
@@ -229,11 +285,7 @@ class _Files:
 
 @contextmanager
 def _opened(checkpoint: Path, kind: str) -> Any:
-    """Opens the files of one kind.
-
-    Raises:
-        DataError: for a damaged or missing file.
-    """
+    """Opens the files of one kind."""
     whole = checkpoint / f"{kind}.safetensors"
     paths = [whole] if whole.exists() else sorted(checkpoint.glob(f"{kind}-*-of-*.safetensors"))
     try:
@@ -242,4 +294,6 @@ def _opened(checkpoint: Path, kind: str) -> Any:
         with ExitStack() as stack:
             yield _Files([stack.enter_context(safe_open(path, framework="pt")) for path in paths])
     except (OSError, ValueError, SafetensorError) as error:
-        raise DataError(f"{checkpoint} is damaged ({kind}): {error}; remove it, and the run starts anew") from None
+        raise DataError(
+            f"{checkpoint} is damaged ({kind}): {error}; remove it, and the run starts from the beginning"
+        ) from None

@@ -10,8 +10,8 @@ def main(config: ConfigOption, output: OutputOption, set_: SetOption = None) -> 
     """Fit the recency term of a trained model, by which newer documents on the same subject count more.
 
     Four numbers are learned from documents with dates, of which some are newer versions of others; all other weights
-    stay as they are. For a model with hashed BM25, two more come first: how much the
-    years count that texts name. last/ in the output folder is the model with both.
+    stay as they are. For a model with hashed BM25, two numbers come first: how much the years count that texts name.
+    last/ in the output folder is the model with both.
     """
     from pipelines.tasks.fit_recency import FitRecencyConfig
     from pipelines.tasks.registry import run_task

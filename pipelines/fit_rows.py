@@ -27,9 +27,9 @@ def main(
 ) -> None:
     """Fit the codebooks with which banks keep memory tokens in a tenth of the bytes (`mac-rag adapt --rows pq`).
 
-    They are learned from the memory tokens of documents of the training set of a recipe of pipelines.train, and nothing
-    else of the recipe is read. They go into the model's folder. Its weights stay as they are, and a bank that has
-    codebooks keeps them.
+    They are learned from the memory tokens of training documents of a recipe of pipelines.train, of which nothing else
+    is read, and go into the model's folder. The model's weights stay as they are, and a bank that has codebooks keeps
+    them.
     """
     import random
 
@@ -51,18 +51,12 @@ def main(
 
 
 def fit_quantizer(model: MACModel, texts: Sequence[str], code_bytes: int, *, seed: int = 0) -> ProductQuantizer:
-    """Fits codebooks to a model's memory tokens of some texts.
+    """Fits codebooks to a model's memory tokens of representative documents.
 
     A model with a sentence encoder keeps the first token of a row as it is: the document prior compares it.
 
-    Args:
-        model: the model.
-        texts: representative documents.
-        code_bytes: M, bytes of a token.
-        seed: random seed.
-
     Raises:
-        ConfigError: for too few texts, or where M does not divide the width of a token.
+        ConfigError: for too few texts, or if the bytes of a token (`code_bytes`, M) do not divide its width.
         DocumentError: for a text that the model cannot take.
     """
     from mac_rag.errors import ConfigError

@@ -1,8 +1,8 @@
 """MAC's objective: equation 2 with back-propagation dropout, and auxiliary losses for small models.
 
 The paper's objective is the `answer` term alone. The others help a small model over its cold start: `direct`,
-`distillation` and `reconstruction` teach the amortization network without the aggregation network in between, and
-`contrastive` teaches the document prior.
+`distillation` and `reconstruction` teach the amortization network without the aggregation network, and `contrastive`
+teaches the document prior.
 
 The two distillation terms need no answers: `aggregated_distillation` is to `answer` what `distillation` is to `direct`,
 with the LM that has read the document as the teacher, in place of the answer.
@@ -59,23 +59,21 @@ class LossWeights(Config):
 
 @dataclass(frozen=True)
 class Batch:
-    """K documents and B questions on them.
+    """K documents and B questions on them. Fields with a default are empty if they apply to no question or document.
 
     Attributes:
         documents: K texts.
         questions: B texts.
-        answers: B texts; an empty one where no answer is known. There the distillation terms read what the LM itself
-            answers after the question's document.
+        answers: B texts; an empty one if no answer is known. The distillation terms then take the LM's own answer after
+            the question's document.
         gold: for each question, the index of the document that answers it.
-        contexts: retrieved documents in front of each question; empty if there are none for all questions.
-        without_memory: True for each question that the LM answers without phi*; empty if it has phi* for all.
-        dates: when each document counts, in microseconds since 1970, for a model with a recency term; empty if nobody
-            knows.
-        gold_hidden: True for each question from which aggregation hides the document that answers it; empty if each
-            sees it.
-        abstains: True for each question that neither phi* nor a document in front of it answers: the target of the
-            `answer` term is the abstention of the prompt's format. Empty if each is answered.
-        further: for each question, the indices of the documents that it needs beside `gold`; empty if none needs more.
+        contexts: retrieved documents before each question.
+        without_memory: True for each question that the LM answers without phi*.
+        dates: microseconds since 1970 from which each document counts, for a model with a recency term.
+        gold_hidden: True for each question from which aggregation hides the document that answers it.
+        abstains: True for each question that neither phi* nor a document before it answers: the target of the `answer`
+            term is the abstention of the prompt's format.
+        further: for each question, the indices of the documents that it needs beside `gold`.
     """
 
     documents: Sequence[str]
@@ -106,8 +104,6 @@ def mac_loss(
     makes the expectation over subsets the full gradient.
 
     Args:
-        model: the model.
-        batch: documents and questions.
         weights: weight of each term; a term of weight zero is not computed.
         backprop_dropout: p, the share of documents without gradients; at least one always has them.
         negatives: memory tokens of other documents, without gradients: further negatives of the contrastive term.
@@ -119,7 +115,7 @@ def mac_loss(
 
     Raises:
         ConfigError: for a contrastive term or distractors without a document prior, p outside [0, 1), or a question
-            without an answer where a term needs one.
+            without an answer if a term needs one.
     """
     if not all(batch.answers):
         if weights.need_answers:
@@ -195,7 +191,7 @@ def mac_loss(
 
 
 def _seen(gold_hidden: Sequence[bool], gold: Tensor, rows: int) -> Tensor | None:
-    """Which rows of the bank each question sees, `[B, rows]`, as `Batch.gold_hidden` says; None for all."""
+    """Rows of the bank that each question sees, bool `[B, rows]`, as `Batch.gold_hidden` says; None for all."""
     if not any(gold_hidden):
         return None
     hidden = torch.tensor(gold_hidden, device=gold.device)
@@ -203,7 +199,7 @@ def _seen(gold_hidden: Sequence[bool], gold: Tensor, rows: int) -> Tensor | None
 
 
 def _needed(batch: Batch, scores: Tensor) -> Tensor:
-    """Which of the known documents each question needs, bool `[B, K]` as the document prior's scores."""
+    """Known documents that each question needs, bool `[B, K]` as the document prior's scores."""
     further = batch.further or [()] * len(batch.gold)
     needed = torch.zeros_like(scores, dtype=torch.bool)
     for row, (gold, others) in enumerate(zip(batch.gold, further, strict=True)):
@@ -212,7 +208,7 @@ def _needed(batch: Batch, scores: Tensor) -> Tensor:
 
 
 def contrastive_loss(scores: Tensor, needed: Tensor) -> Tensor:
-    """Mean cross-entropy of the document prior, with any document as the target that a question needs.
+    """Mean cross-entropy of the document prior; any document that a question needs is a target.
 
     Args:
         scores: `[B, K]`, the prior's scores.
@@ -235,13 +231,7 @@ def _dates(model: MACModel, batch: Batch, known: int) -> Tensor | None:
 def amortize_with_dropout(model: MACModel, rows: Sequence[Sequence[int]], dropout: float) -> MemoryTokens:
     """Memory tokens of K documents, of which a random subset carries gradients, scaled to be unbiased.
 
-    Args:
-        model: the model.
-        rows: token ids of K documents.
-        dropout: p; the subset has `max(1, round((1 - p) K))` documents, drawn from torch's default generator.
-
-    Raises:
-        ConfigError: for p outside [0, 1).
+    The subset has `max(1, round((1 - p) K))` documents, drawn from torch's default generator.
     """
     if not 0 <= dropout < 1:
         raise ConfigError(f"back-propagation dropout must lie in [0, 1), got {dropout}")
@@ -275,9 +265,9 @@ def _mean_loss(
 
 @torch.no_grad()
 def with_own_answers(model: MACModel, batch: Batch) -> list[str]:
-    """The answers of a batch; where none is known, what the LM itself answers after the question's own document.
+    """The answers of a batch; in place of unknown ones, the LM's own after the question's document.
 
-    It answers greedily, without memory, in at most `max_new_tokens` tokens.
+    The LM answers greedily, without memory, in at most `max_new_tokens` tokens.
     """
     answers, most = list(batch.answers), model.config.max_new_tokens
     rows = [row for row, answer in enumerate(answers) if not answer]
@@ -317,7 +307,6 @@ def _logits(
     Rows of similar length share a batch. Otherwise the longest prompts would pad all others to their length.
 
     Args:
-        model: the model.
         prompts, targets: token ids of B rows.
         phi: `[B, T, D]`, each row's modulation; None for none.
         without_memory: True for each row without modulation; empty if all have one.

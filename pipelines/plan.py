@@ -23,34 +23,25 @@ def main(
         str | None,
         typer.Argument(
             help="A preset, such as smollm2-360m, or a recipe of pipelines.train with a model.",
-            show_default="the names of the presets",
+            show_default="a table of all presets, in Markdown",
         ),
     ] = None,
     documents: Annotated[int, typer.Option(min=1, help="Documents in the bank, each of one chunk.")] = 10_000,
     questions: Annotated[int, typer.Option(min=1, help="Questions that are answered at once.")] = 1,
-    context: Annotated[
-        int, typer.Option(min=1, help="Tokens of documents, question and answer in front of the LM.")
-    ] = 2048,
-    table: Annotated[
-        bool, typer.Option("--table", help="Print the table of all presets in docs/guides/presets.md, and no plan.")
-    ] = False,
+    context: Annotated[int, typer.Option(min=1, help="Tokens of documents, question and answer before the LM.")] = 2048,
     set_: SetOption = None,
 ) -> None:
     """Print bytes and FLOPs of a training step, of adapting to a document, and of a question, part by part.
 
-    Weights, gradients and the optimizer are counted; activations and FLOPs are estimates (see docs/guides/presets.md).
-    No weights are loaded.
+    Bytes of weights, gradients and the optimizer are exact; activations and FLOPs are estimates (see
+    docs/guides/presets.md). No weights are loaded.
     """
-    from mac_rag.errors import ConfigError
-    from mac_rag.model.presets import PRESETS
     from pipelines.sizes import document_bytes, empty_model, sizes_of
 
-    if table:
+    if name is None:
         for line in preset_table():
             say(line)
         return
-    if name is None:
-        raise ConfigError(f"give a preset or a recipe; the presets are {', '.join(PRESETS)}")
     recipe = recipe_of(name, set_ or ())
     parts = sizes_of(recipe, documents, questions, context)
     assert recipe.model is not None  # else there are no sizes
@@ -64,11 +55,7 @@ def main(
 
 
 def recipe_of(name: str, overrides: Sequence[str] = ()) -> TrainConfig:
-    """The recipe by which a preset, or a recipe itself, is trained.
-
-    Args:
-        name: a preset, or a recipe as `pipelines.train` takes it.
-        overrides: `name=value` each, as `--set` takes them.
+    """The recipe that trains a preset, or a recipe of `pipelines.train` itself, with values as `--set` takes them.
 
     Raises:
         ConfigError: as `load_recipe`; for a stage of another task.
@@ -89,7 +76,7 @@ def recipe_of(name: str, overrides: Sequence[str] = ()) -> TrainConfig:
 
 
 def plan_lines(parts: dict[str, Part]) -> Iterator[str]:
-    """The parts of a model as two tables for people: of its training, and of adapting and answering."""
+    """The parts of a model as two tables: of its training, and of adapting and answering."""
     kinds = ("weights", "gradients", "optimizer", "activations")
     rows = [["training", "weights, M", "trained, M", *(f"{kind}, GiB" for kind in kinds), "GiB", "GFLOP a step"]]
     for name, some in _rows(parts):

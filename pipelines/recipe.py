@@ -26,38 +26,12 @@ OutputOption = Annotated[Path, typer.Option("--output", help="Folder of the run.
 SetOption = Annotated[
     list[str] | None, typer.Option("--set", help="Overrides one value of the recipe, e.g. --set trainer.steps=100.")
 ]
-RetrieverOption = Annotated[
-    str | None,
-    typer.Option(
-        "--retriever",
-        help="Retriever of the documents in front of the questions: none, bm25, minilm, hybrid, contriever, dpr, "
-        "sentence-transformers:MODEL, module:attr. Short for --set context.retriever=...",
-        show_default="the recipe's",
-    ),
-]
-KOption = Annotated[
-    str | None,
-    typer.Option(
-        "--k",
-        help="Number of retrieved documents. From several, such as 1,3,5, one is drawn for each question. Short for "
-        "--set context.k=[...]",
-        show_default="the recipe's",
-    ),
-]
-
-
-def with_context(overrides: list[str] | None, retriever: str | None, k: str | None) -> list[str]:
-    """The overrides of `--set`, followed by those that `--retriever` and `--k` stand for."""
-    retrievers = [] if retriever is None else [f"context.retriever={json.dumps(retriever)}"]
-    numbers = [] if k is None else [f"context.k=[{k}]"]
-    return [*(overrides or ()), *retrievers, *numbers]
 
 
 class Recipe(NamedTuple):
     """A recipe as it is written, not validated.
 
     Attributes:
-        values: its values.
         where: its file, and its stage in a pipeline, for messages.
         task: the task of a stage; None for a recipe that is a file of its own.
     """
@@ -132,7 +106,7 @@ def keep_recipe(config: Config, output: Path) -> None:
     """Writes the configuration of a run into its folder, or checks that the run in the folder has the same.
 
     Raises:
-        ConfigError: when the folder holds a run of another configuration; it names what differs.
+        ConfigError: if the folder holds a run of another configuration; names the differences.
     """
     path = output / _KEPT
     output.mkdir(parents=True, exist_ok=True)
@@ -152,7 +126,7 @@ def keep_recipe(config: Config, output: Path) -> None:
 
 
 def changes_since(output: Path, config: Config) -> list[str]:
-    """How a configuration differs from that of the run in a folder; nothing if the folder has no run."""
+    """Differences between a configuration and that of the run in a folder; none if the folder has no run."""
     path = output / _KEPT
     if not path.exists():
         return []

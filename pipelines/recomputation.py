@@ -1,8 +1,8 @@
 """Gradient checkpointing: a transformer's layers keep their inputs alone; the backward pass computes the rest again.
 
-Transformers' own way takes a layer's key-value cache away while it trains, and with it a memory's prefix. Here each
-layer gets a copy of the cache that it can fill twice, and runs the second time under the hooks of the first, such as
-those of a modulation by LoRA.
+While a model trains, transformers' own way removes the layers' key-value cache, and with it a memory's prefix. Here
+each layer gets a copy of the cache that it can fill twice, and runs the second time under the hooks of the first, such
+as those of a modulation by LoRA.
 """
 
 from __future__ import annotations

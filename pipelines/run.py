@@ -66,15 +66,7 @@ def main(
 
 @dataclass(frozen=True)
 class StageRun:
-    """A stage in the folder of its pipeline.
-
-    Attributes:
-        stage: the stage.
-        number: its place in the pipeline, counted from 1.
-        count: number of stages in the pipeline.
-        recipe: its validated recipe.
-        folder: its folder.
-    """
+    """A stage in the folder of its pipeline, with its validated recipe and its place, counted from 1."""
 
     stage: Stage
     number: int
@@ -92,23 +84,28 @@ class StageRun:
         return (self.folder / "last").exists()
 
     @property
-    def state(self) -> str:
+    def changes(self) -> list[str]:
+        """Differences between its recipe and that of the run in its folder."""
         from pipelines.recipe import changes_since
-        from pipelines.resumption import finished_steps
+
+        return changes_since(self.folder, self.recipe)
+
+    @property
+    def state(self) -> str:
+        from pipelines.checkpoints import finished_steps
 
         trainer = getattr(self.recipe, "trainer", None)
-        changes = changes_since(self.folder, self.recipe)
-        if changes:
-            return f"begun with another configuration: {'; '.join(changes)}"
+        if self.changes:
+            return f"begun with another configuration: {'; '.join(self.changes)}"
         if self.done:
             return "done"
-        if trainer is None:
+        if trainer is None or not self.folder.exists():
             return "to do"
-        return f"step {finished_steps(self.folder)} of {trainer.steps}" if self.folder.exists() else "to do"
+        return f"step {finished_steps(self.folder)} of {trainer.steps}"
 
 
 def plan(stages: Sequence[Stage], folder: Path) -> list[StageRun]:
-    """The stages with their recipes. All recipes are validated before any stage runs.
+    """The stages with their recipes, which are all validated before any stage runs.
 
     Raises:
         ConfigError: for an invalid recipe; it names the stage.
@@ -131,19 +128,17 @@ def check(runs: Sequence[StageRun]) -> None:
     """Checks that the runs in the folder belong to this pipeline.
 
     Raises:
-        ConfigError: for a stage that has begun with another configuration, or that has begun although a stage that it
-            starts from is not done; it names the folders to delete.
+        ConfigError: for a stage that has begun with another configuration, or before a stage that it starts from was
+            done; it names the folders to delete.
     """
     from mac_rag.errors import ConfigError
-    from pipelines.recipe import changes_since
 
     for run in runs:
         later = [other for other in _built_on(run, runs) if other.folder.exists()]
-        changes = changes_since(run.folder, run.recipe)
-        if changes:
+        if run.changes:
             stale = " ".join(str(other.folder) for other in (run, *later))
             raise ConfigError(
-                f"{run.title} has begun with another configuration: {'; '.join(changes)}. Undo the change, choose "
+                f"{run.title} has begun with another configuration: {'; '.join(run.changes)}. Undo the change, choose "
                 f"another --output, or delete what depends on it: {stale}"
             )
         if later and not run.done:
@@ -154,7 +149,7 @@ def check(runs: Sequence[StageRun]) -> None:
 
 
 def run_stage(run: StageRun) -> None:
-    """Runs a stage unless it is done, and says so."""
+    """Runs a stage unless it is done, with a message."""
     from pipelines.tasks.registry import run_task
 
     if run.done:

@@ -3,10 +3,10 @@
 A transformer's layer is whole only while it runs, in the forward pass and again in the backward pass. Embeddings and
 MAC's own networks are whole from the beginning of a step to its end, because methods beside `forward` use them.
 
-This is PyTorch's engine, called directly: Accelerate hands it to GPUs alone, and what CPUs test here is what GPUs run.
+PyTorch's engine is called directly: Accelerate uses it on GPUs alone, and here tests on CPUs run the same code as GPUs.
 
-The processes gather a layer together each time it is called. So they must call all layers equally often: while a task
-trains in parts, rows of all lengths share one batch (`mac_rag.lm.batching.one_group`).
+The processes gather a layer together each time it is called. So they must call all layers equally often: during such a
+training, rows of all lengths share one batch (`mac_rag.lm.batching.one_group`).
 """
 
 from __future__ import annotations
@@ -33,14 +33,7 @@ Hooks: TypeAlias = "OrderedDict[int, Callable[..., Any]]"
 
 
 class _Unit(NamedTuple):
-    """A module that is sharded as a whole, and what it was before.
-
-    Attributes:
-        module: the module.
-        kind: its class.
-        attributes: names of its attributes.
-        pre_hooks, hooks: its hooks before and after its forward pass.
-    """
+    """A module that is sharded as a whole, with its state before: class, names of attributes, and forward hooks."""
 
     module: nn.Module
     kind: type[nn.Module]
@@ -54,7 +47,6 @@ class ShardedTask:
 
     Args:
         task: the task, whole, on the CPU or on each process's device.
-        accelerator: the processes.
         offload: True keeps the parts, their gradients and the optimiser's state in the CPU's memory.
 
     Raises:
@@ -99,13 +91,13 @@ class ShardedTask:
         """
         assert isinstance(self._task, FSDPModule)
         task: Any = self._task
-        task.forward = dict  # what it returns is empty
+        task.forward = dict  # returns an empty mapping
         task()
         del task.forward
         self._task.reshard()
 
     def parameter_groups(self) -> list[dict[str, Any]]:
-        """The task's groups of parameters, each without and with scalars apart: no kernel takes both."""
+        """The task's groups of parameters, each divided into tensors and scalars: no kernel takes both."""
         scalars = set(self._scalars)
         groups = []
         for group in self._task.parameter_groups():
@@ -115,7 +107,7 @@ class ShardedTask:
         return groups
 
     def begin_step(self) -> None:
-        """Makes whole what is whole during a step; it is divided again at the end of the backward pass."""
+        """Gathers the parameters that are whole during a step; the end of the backward pass divides them again."""
         assert isinstance(self._task, FSDPModule)
         self._task.unshard()
 
@@ -148,8 +140,7 @@ class ShardedTask:
     def whole(self, device: torch.device) -> Iterator[bool]:
         """A context in which the task is an ordinary whole one on the main process, on a device.
 
-        All processes enter it, and wait for the main process at its end. What the task changes of its weights there is
-        lost.
+        All processes enter it, and wait for the main process at its end. Changes of the task's weights inside are lost.
 
         Yields:
             True on the main process. The others must not touch the task.
@@ -170,7 +161,7 @@ class ShardedTask:
 
     @contextmanager
     def _as_before(self) -> Iterator[None]:
-        """Makes the modules what they were before they were sharded: of their own class, without what FSDP2 added."""
+        """Restores the modules as they were before they were sharded: their own class, without FSDP2's additions."""
         present = [(unit.module, type(unit.module), dict(vars(unit.module))) for unit in self._units]
         for module, kind, attributes, pre_hooks, hooks in self._units:
             module.__class__ = kind
@@ -186,7 +177,7 @@ class ShardedTask:
 
 
 def _units(task: nn.Module) -> list[nn.Module]:
-    """The modules that are gathered one by one: tensors go in and come out, and nobody uses their weights but they."""
+    """The modules that are gathered one by one: tensors go in and come out, and no other code uses their weights."""
     large: list[nn.Module] = [part for part in task.modules() if isinstance(part, TokenMLPs)]
     for part in task.modules():
         if isinstance(part, ModulationNetwork):

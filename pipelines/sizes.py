@@ -92,13 +92,13 @@ def empty_model(config: MACConfig) -> MACModel:
         encoders = []
         for part in (config.amortization, config.input_encoder):
             backbone: Any = empty_backbone(part, _described(part, described))
-            if part.quantization != "none":  # what is quantised is frozen, and that is not the decoder of a T5
+            if part.quantization != "none":  # quantised weights are frozen; the decoder of a T5 is not quantised
                 for name, parameter in backbone.named_parameters():
                     parameter.requires_grad_(part.design == "encoder-decoder" and name.startswith("decoder."))
             alike = backbone.config.vocab_size == described.vocab_size
             tokenizer = base_lm.tokenizer if alike else _tokenizer(backbone.config.vocab_size)
             encoders.append(make_encoder(config, part, backbone, tokenizer, base_lm))
-        # Sizes do not depend on how prompts are written, and a stand-in has no chat template.
+        # Templates of prompts change no size, and the stand-in for a tokenizer has no chat template.
         return MACModel(config.model_copy(update={"prompt": PromptFormat()}), base_lm, *encoders)
 
 
@@ -131,16 +131,15 @@ def sizes_of(recipe: TrainConfig, documents: int = 10_000, questions: int = 1, c
     """The parts of the model that a recipe trains, on documents as long as the model reads.
 
     Args:
-        recipe: the recipe.
         documents: documents in the bank, each of one chunk.
         questions: questions answered at once.
         context: tokens of documents, question and answer before the LM.
 
     Raises:
-        ConfigError, ModelLoadError: as `empty_model`; for a recipe that goes on with a trained model.
+        ConfigError, ModelLoadError: as `empty_model`; for a recipe that starts from a trained model.
     """
     if recipe.model is None:
-        raise ConfigError(f"the recipe goes on with {recipe.start_from}; name a preset, or a recipe with a model")
+        raise ConfigError(f"the recipe starts from {recipe.start_from}; name a preset, or a recipe with a model")
     model, parts = empty_model(recipe.model), {name: Part() for name in PARTS}
     for name, (_, size) in _weights(model).items():
         parts[name].answering["weights"] = size
@@ -176,7 +175,7 @@ def _weights(model: MACModel) -> dict[str, tuple[list[nn.Parameter], int]]:
 
 
 def _optimize(part: Part, changed: list[nn.Parameter], size: int, trainer: TrainerConfig) -> None:
-    """Adds the bytes of a part's weights, and of what a training keeps beside those that it changes."""
+    """Adds the bytes of a part's weights, their gradients and the optimizer's state."""
     part.trained = sum(weight.numel() for weight in changed)
     mean = 0 if trainer.average_from is None else 4 * part.trained
     copies = 2 * sum(weight.numel() for weight in changed if weight.ndim >= 2)  # autocast's, during a step
@@ -189,7 +188,7 @@ def _optimize(part: Part, changed: list[nn.Parameter], size: int, trainer: Train
 
 
 def _train(model: MACModel, parts: dict[str, Part], recipe: TrainConfig) -> None:
-    """Adds the FLOPs of an optimizer step, and what each of its passes keeps for the backward pass."""
+    """Adds the FLOPs of an optimizer step, and the bytes that each of its passes keeps for the backward pass."""
     trainer, losses, again = recipe.trainer, recipe.losses, recipe.trainer.gradient_checkpointing
     number, documents, read = 2 if trainer.precision == "bf16" else 4, trainer.batch_size, model.amortization.max_tokens
     questions = documents * recipe.questions_per_document
@@ -207,7 +206,7 @@ def _train(model: MACModel, parts: dict[str, Part], recipe: TrainConfig) -> None
     rows = documents + min(recipe.negatives, recipe.distractors * questions)
     projecting, asking, kept = _aggregation(model, rows, questions, number)
     add(AGGREGATION, 3 * (rows * projecting + questions * asking), kept)
-    # Rows, tokens of their prompt and of what they write, for each term of the loss.
+    # For each term of the loss: number of rows, tokens of their prompt and of their target.
     after_documents = (questions, QUESTION_TOKENS + retrieved * read, ANSWER_TOKENS)
     passes = [after_documents] * (bool(losses.answer) + bool(losses.aggregated_distillation))
     passes += [(questions, QUESTION_TOKENS, ANSWER_TOKENS)] * (bool(losses.direct) + bool(losses.distillation))
@@ -277,7 +276,7 @@ def _lm(model: MACModel, read: int, logits: int, number: int = 4, again: bool = 
     head, prefix = config.hidden_size * config.vocab_size, model.modulation.prefix_length
     number = min(number, lm.dtype.itemsize)
     flops, kept = _layers(config, _matrices(lm.model) - head, read, read + prefix, number, again)
-    # A prefix is kept as it is generated, turned, and in the LM's dtype.
+    # A prefix is kept three times: as generated, rotated, and in the LM's dtype.
     kept += prefix * shape.layers * 2 * shape.kv_heads * shape.head_width * (number + 12)
     return flops + 2 * head * logits, kept + logits * config.vocab_size * (number + 8)
 

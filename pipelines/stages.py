@@ -33,15 +33,8 @@ from mac_rag.untrusted_files import MalformedError
 C = TypeVar("C", bound=Config)
 
 RECIPES = Path(__file__).parent / "recipes"
-TASKS = (
-    "pretrain",
-    "tune_qa",
-    "tune_reading",
-    "train",
-    "tune_prior",
-    "fit_recency",
-    "add_lexical",
-)  # see pipelines.tasks.registry
+# The tasks of `pipelines.tasks.registry`.
+TASKS = ("pretrain", "tune_qa", "tune_reading", "train", "tune_prior", "fit_recency", "add_lexical")
 _STAGE_NAME = re.compile(r"[a-z0-9][a-z0-9_-]*")
 _REFERENCE = re.compile(r"\$\{stages\.([^}]*)\}/(?:best|last)")
 _EVERY_STAGE = "*"
@@ -79,12 +72,11 @@ def read_stages(path: Path, overrides: Sequence[str] = ()) -> list[Stage]:
     """The stages of a pipeline file, in order.
 
     Args:
-        path: the file.
         overrides: `STAGE.name=value` each; `*` stands for every stage whose recipe has the first of the names.
 
     Raises:
-        ConfigError: for ill-formed YAML, a stage without a known task, a reference to anything but an earlier stage,
-            or an override of an unknown stage or value; it names the stage.
+        ConfigError: for ill-formed YAML, a stage without a known task, a reference to anything but an earlier stage, or
+            an override of an unknown stage or value; it names the stage.
     """
     values = read_mapping(path)
     stages = values.get("stages")
@@ -110,12 +102,7 @@ def read_stages(path: Path, overrides: Sequence[str] = ()) -> list[Stage]:
 
 
 def with_stage_folders(config: C, folder: Path) -> C:
-    """The recipe with its references replaced by paths.
-
-    Args:
-        config: the recipe.
-        folder: the folder that holds the folders of all stages.
-    """
+    """The recipe with paths in place of its references; `folder` holds the folders of all stages."""
     values = config.model_dump(mode="json")
     if not any(_REFERENCE.fullmatch(text) for text in _texts(values)):
         return config
@@ -128,8 +115,8 @@ def read_mapping(path: Path) -> dict[str, Any]:
     """The mapping in a YAML file.
 
     Raises:
-        ConfigError: for a file that cannot be read, or is larger than 64 KiB; for ill-formed YAML, a key that comes
-            twice, or a file that holds no mapping.
+        ConfigError: for a file that cannot be read or is larger than 64 KiB; for ill-formed YAML, a repeated key, or a
+            file that holds no mapping.
     """
     values = read_yaml(path)
     if not isinstance(values, dict):
@@ -138,11 +125,7 @@ def read_mapping(path: Path) -> dict[str, Any]:
 
 
 def override_value(values: dict[str, Any], override: str) -> None:
-    """Sets one value: `override` is `name.of.value=YAML`.
-
-    Raises:
-        ConfigError: for an ill-formed override, or a name whose parent holds no values.
-    """
+    """Sets one value: `override` is `name.of.value=YAML`."""
     dotted, equals, text = override.partition("=")
     if not equals:
         raise ConfigError(f"--set takes name=value, got {override!r}")

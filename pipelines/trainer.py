@@ -18,15 +18,10 @@ from datetime import timedelta
 from pathlib import Path
 
 import torch
-import torch.distributed.nn  # imported later, as by DDP, its functions' defaults would hold the process group
+import torch.distributed.nn  # a later import, as by DDP, would bind the process group in its defaults
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
-from accelerate.utils import (
-    DistributedDataParallelKwargs,
-    InitProcessGroupKwargs,
-    ProjectConfiguration,
-    gather_object,
-)
+from accelerate.utils import DistributedDataParallelKwargs, InitProcessGroupKwargs, ProjectConfiguration, gather_object
 from torch import Tensor
 
 from mac_rag.atomic_files import write_folder, write_text
@@ -34,9 +29,8 @@ from mac_rag.errors import ConfigError, DataError
 from mac_rag.lm.batching import one_group
 from mac_rag.progress import progress_bar
 from pipelines.averaging import WeightMean
-from pipelines.checkpoints import Checkpoints, optimizer_tensors
+from pipelines.checkpoints import Checkpoints, Progress, logged_until, optimizer_tensors
 from pipelines.recomputation import recompute_activations
-from pipelines.resumption import Progress, logged_until
 from pipelines.sharding import ShardedTask
 from pipelines.training_task import Task, TrainerConfig, mixed, shuffled
 
@@ -47,13 +41,11 @@ class Trainer:
     """Trains a task to its last step. It resumes from the newest checkpoint in the folder, if there is one.
 
     Args:
-        task: the task.
-        config: length, learning rate and intervals of the training.
         output: the run's folder: `metrics.jsonl`, `tensorboard/`, `checkpoints/`, and the exported `best/` and `last/`.
         label: label of the progress bar.
 
     Raises:
-        ConfigError: when Accelerate's own configuration asks for FSDP or DeepSpeed.
+        ConfigError: if Accelerate's own configuration asks for FSDP or DeepSpeed.
     """
 
     def __init__(self, task: Task, config: TrainerConfig, output: Path, *, label: str = "train") -> None:
@@ -95,10 +87,10 @@ class Trainer:
             The figures of the last validation; empty if the run was already done, and on all processes but the first.
 
         Raises:
-            ConfigError: when the loss is no longer finite, `trainer.best` is not a figure of the validation, or the
+            ConfigError: if the loss is no longer finite, `trainer.best` is not a figure of the validation, or the
                 checkpoint was made with another number of passes in a step.
-            ModelLoadError: when the folder's checkpoint belongs to another configuration.
-            DataError: when it is damaged.
+            ModelLoadError: if the folder's checkpoint belongs to another configuration.
+            DataError: if it is damaged.
         """
         if self._resume():
             self._leave()
@@ -116,7 +108,6 @@ class Trainer:
                 timed += 1
                 if self.step % config.log_every == 0 or self.step == config.steps:
                     scalars["seconds_per_step"] = seconds / timed
-                    scalars |= self.task.speed(config.batch_size * self.task.passes * timed / seconds)
                     seconds, timed = 0.0, 0
                     self._log("train", scalars)
                     bar.note(f"loss {scalars['loss']:.4f}  rate {scalars['rate']:.2e}")
@@ -190,7 +181,7 @@ class Trainer:
     def _synchronise(self, last: bool) -> Iterator[None]:
         """Averages the gradients of several processes once, on the last pass of an optimiser step.
 
-        Where they are sharded, this is done in each pass: a process would have no room for all of them.
+        Sharded gradients are averaged in each pass: a process would have no room for all of them.
         """
         if last or self._sharded is not None:
             yield
@@ -257,7 +248,7 @@ class Trainer:
         self.checkpoints.write(self._state(self.step), state, self._progress())
 
     def _resume(self) -> bool:
-        """Goes to where the folder's newest checkpoint was written; returns True if the run was finished there."""
+        """Restores the state of the folder's newest checkpoint; returns True if the run was finished there."""
         progress = self.checkpoints.newest_progress()
         if progress is not None and progress.finished:
             if not (self.output / "last").exists():
@@ -280,7 +271,7 @@ class Trainer:
         self.task.load_training_state(state if self._weight_mean is None else self._weight_mean.load(state))
 
     def _keep_metrics(self) -> None:
-        """Drops the log's lines beyond the current step; the steps to come write them again."""
+        """Drops the log's lines after the current step; the following steps write them again."""
         log = self.output / "metrics.jsonl"
         if not self.accelerator.is_main_process or not log.exists():
             return
@@ -296,7 +287,7 @@ def _accelerator(config: TrainerConfig, output: Path) -> Accelerator:
             )
     AcceleratorState._reset_state()  # the process may have trained in another precision before
     return Accelerator(
-        # Without a GPU, several processes that are not told so would not know of each other.
+        # Without a GPU, several processes find each other only if they are set to the CPU.
         cpu=config.cpu or (int(os.environ.get("WORLD_SIZE", "1")) > 1 and not torch.cuda.is_available()),
         mixed_precision="bf16" if config.precision == "bf16" else "no",
         log_with="tensorboard",

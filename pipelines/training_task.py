@@ -1,4 +1,4 @@
-"""What the trainer takes: a task, which is a model with its data, and how long and how fast to train it."""
+"""The inputs of the trainer: a task, which is a model with its data, and how long and how fast to train it."""
 
 from __future__ import annotations
 
@@ -19,24 +19,24 @@ from pipelines.checkpoints import require_same_shapes
 
 
 class TrainerConfig(Config):
-    """How long and how fast to train; every pipeline's YAML has these under `trainer:`.
+    """Length, speed and intervals of a training; every pipeline's YAML has these under `trainer:`.
 
     Attributes:
         steps: optimiser steps.
         batch_size: examples of one forward pass on one process.
         accumulate: forward passes per optimiser step; gradients are averaged over them.
         warmup_steps: steps of linear warm-up, after which `schedule` applies (constant in the paper).
-        schedule_steps: step at which the schedule ends; None for the last step. With a later step, the run does not
-            end at a rate of zero, which helps a run that starts from it.
-        average_from: share of the steps from which on the mean of the weights is taken, which replaces the last weights
-            when the run ends; None for the last weights themselves.
+        schedule_steps: step at which the schedule ends; None for the last step. With a later step, the run does not end
+            at a rate of zero, which helps a run that starts from it.
+        average_from: share of the steps after which the weights are averaged; at the end, their mean replaces the last
+            weights. None for no mean.
         clip: largest gradient norm; longer gradients are scaled down.
         precision: `fp32`, or `bf16` for mixed precision.
         validate_every, save_every, log_every: intervals in steps.
         best: name of the validation figure that chooses the best checkpoint.
         best_mode: `max` if a higher figure is better, `min` if a lower one is.
         cpu: True to train on the CPU even if there is a GPU.
-        parallel: how several processes share the work: each has the whole model (`ddp`), or a part of its parameters,
+        parallel: the share of each of several processes: the whole model (`ddp`), or a part of its parameters,
             gradients and optimiser state (`fsdp`). One process trains as it does with `ddp`.
         offload: with `fsdp`, keep the parts in the CPU's memory.
         gradient_checkpointing: keep only the inputs of a transformer's layers, and compute the rest again in the
@@ -75,21 +75,12 @@ class TrainerConfig(Config):
         return self
 
     @property
-    def shards(self) -> bool:
-        """True if several processes each hold a part of the model."""
-        return self.parallel == "fsdp" and int(os.environ.get("WORLD_SIZE", "1")) > 1
-
-    @property
-    def training_device(self) -> torch.device:
-        """Where this process trains: its own GPU if there is one, unless `cpu`."""
-        if self.cpu or not torch.cuda.is_available():
+    def device(self) -> torch.device:
+        """Device on which to load the model: this process's GPU, or the CPU for `cpu` and parts of a sharded model."""
+        sharded = self.parallel == "fsdp" and int(os.environ.get("WORLD_SIZE", "1")) > 1
+        if self.cpu or sharded or not torch.cuda.is_available():
             return default_device("cpu")
         return default_device(f"cuda:{os.environ.get('LOCAL_RANK', '0')}")
-
-    @property
-    def device(self) -> torch.device:
-        """Where to load the model: where it is trained, or the CPU if no process has room for the whole."""
-        return default_device("cpu") if self.shards else self.training_device
 
     def rate(self, step: int) -> float:
         """The learning rate of a step, as a share of `learning_rate`."""
@@ -127,17 +118,13 @@ class Task(nn.Module, ABC):
     def forward(self, batch: Any) -> dict[str, Tensor]:
         """Returns `loss` and any other scalars to log.
 
-        With `trainer.parallel: fsdp`, it must call the layers of each network equally often on all processes. It runs
-        in `mac_rag.lm.batching.one_group` then.
+        With `trainer.parallel: fsdp`, it must call the layers of each network equally often on all processes. It then
+        runs in `mac_rag.lm.batching.one_group`.
         """
 
     @abstractmethod
     def validate(self) -> dict[str, float]:
         """Figures on held-out data."""
-
-    def speed(self, examples: float) -> dict[str, float]:
-        """Figures of speed to log; `examples` is the number of examples per second over all processes."""
-        return {}
 
     @abstractmethod
     def save(self, folder: Path) -> None:
@@ -146,7 +133,7 @@ class Task(nn.Module, ABC):
     def parameter_groups(self) -> list[dict[str, Any]]:
         """Matrices with weight decay, vectors without.
 
-        A group may have a `relative_rate`, which its learning rate is multiplied by.
+        The learning rate of a group is multiplied by its `relative_rate`, if it has one.
         """
         trained = [p for p in self.parameters() if p.requires_grad]
         return [
@@ -165,7 +152,7 @@ class Task(nn.Module, ABC):
         """Restores what `training_state` returned.
 
         Raises:
-            ModelLoadError: when a name or a shape differs; names them.
+            ModelLoadError: if a name or a shape differs; names them.
         """
         ours, theirs = ({name: tuple(t.shape) for name, t in s.items()} for s in (self.training_state(), state))
         require_same_shapes(ours, theirs)
@@ -183,8 +170,7 @@ def mixed(*numbers: int) -> int:
 def shuffled(length: int, step: int, micro: int, size: int, *, seed: int, per_step: int) -> Sequence[int]:
     """Indices of a batch out of `length` items, each epoch in an order of its own; a pure function of its arguments.
 
-    Args:
-        per_step: examples of one optimiser step over all processes and micro steps.
+    `per_step` is the number of examples of one optimiser step over all processes and micro steps.
     """
     first = step * per_step + micro * size
     indices, orders = [], {}

@@ -10,7 +10,7 @@ def main(config: ConfigOption, output: OutputOption, set_: SetOption = None) -> 
     """Tune the document prior of a trained model, and the sentence encoder whose vectors it compares.
 
     Each question is to rank its own document first among many with the same title; all other weights stay as they are.
-    last/ in the output folder is the model with them, best/ the one that ranked held-out documents best.
+    last/ in the output folder is the tuned model, best/ the one that ranked held-out documents best.
     """
     from pipelines.tasks.registry import run_task
     from pipelines.tasks.tune_prior import TunePriorConfig

@@ -3,25 +3,11 @@
 from __future__ import annotations
 
 from mac_rag.cli.run import run_command
-from pipelines.recipe import (
-    ConfigOption,
-    KOption,
-    OutputOption,
-    RetrieverOption,
-    SetOption,
-    load_recipe,
-    with_context,
-)
+from pipelines.recipe import ConfigOption, OutputOption, SetOption, load_recipe
 
 
-def main(
-    config: ConfigOption,
-    output: OutputOption,
-    retriever: RetrieverOption = None,
-    k: KOption = None,
-    set_: SetOption = None,
-) -> None:
-    """Tune a base LM on question-answer pairs, with or without retrieved documents in front of them.
+def main(config: ConfigOption, output: OutputOption, set_: SetOption = None) -> None:
+    """Tune a base LM on question-answer pairs, with or without retrieved documents before them.
 
     best/ and last/ in the output folder are ordinary Hugging Face model folders. The paper's baselines and MAC with
     retrieval start from such an LM.
@@ -29,7 +15,7 @@ def main(
     from pipelines.tasks.registry import run_task
     from pipelines.tasks.tune_qa import TuneConfig
 
-    run_task("tune_qa", load_recipe(TuneConfig, config, with_context(set_, retriever, k)), output)
+    run_task("tune_qa", load_recipe(TuneConfig, config, set_), output)
 
 
 if __name__ == "__main__":

@@ -153,7 +153,7 @@ class TestRecipes:
         changed = self.load("trainer.steps=7", "trainer.betas=[0.8, 0.9]")
         assert changed.trainer.steps == 7
         assert changed.trainer.betas == (0.8, 0.9)
-        assert changed.lm == self.load().lm
+        assert changed.copy_steps == self.load().copy_steps
 
     @pytest.mark.parametrize(
         ("override", "message"),

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from pydantic import Field
@@ -25,12 +25,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from eval.baselines import weights_cache
 from eval.baselines.finetuning import Passage, TokenWeighting, at_least_single, passages, weighted_loss
 from mac_rag.config import BaseLMConfig, Config
+from mac_rag.data.types import QADataset
 from mac_rag.errors import ConfigError
+from mac_rag.lm.base_lm import BaseLM
 from mac_rag.progress import progress_bar
-
-if TYPE_CHECKING:
-    from mac_rag.data.types import QADataset
-    from mac_rag.lm.base_lm import BaseLM
 
 Weights = dict[str, Tensor]
 _INNER_WIDTH = 128
@@ -40,11 +38,7 @@ _LOCALITY = 0.1  # weight of the KL divergence on an unrelated text
 
 
 class WeightingNetwork(nn.Module):
-    """A proxy LM with a small head on its last hidden states. A new network gives all tokens equal weights.
-
-    Args:
-        backbone: a transformers model without a language-modelling head.
-    """
+    """A proxy LM without its head, and a small head on its last hidden states. A new network weighs tokens equally."""
 
     def __init__(self, backbone: Any) -> None:
         super().__init__()
@@ -78,19 +72,14 @@ class CamelsWeights(TokenWeighting):
 
 @dataclass(frozen=True)
 class Lesson:
-    """One document to train on, as token ids.
-
-    Attributes:
-        document: ids of the document, `[L]`.
-        questions: pairs of prompt ids and answer ids, about the document.
-    """
+    """One document to train on, `[L]`, and prompt and answer of each question about it, as token ids."""
 
     document: Tensor
     questions: Sequence[tuple[Sequence[int], Sequence[int]]]
 
 
 def new_network(proxy: BaseLM, *, seed: int = 0) -> WeightingNetwork:
-    """Makes a network on a copy of the proxy LM, all of it trainable; the seed initializes its head."""
+    """A network on a copy of the proxy LM, all of it trainable; the seed initializes its head."""
     backbone = copy.deepcopy(proxy.model.base_model).float().requires_grad_(True)
     with torch.random.fork_rng():
         torch.manual_seed(seed)
@@ -98,10 +87,10 @@ def new_network(proxy: BaseLM, *, seed: int = 0) -> WeightingNetwork:
 
 
 def check_proxy(proxy: BaseLM, base_lm: BaseLM) -> None:
-    """Refuses a proxy LM with another tokenizer than the LM that it stands for.
+    """Checks that a proxy LM has the tokenizer of the LM that it stands for.
 
     Raises:
-        ConfigError: with the names of both LMs.
+        ConfigError: if it has another one; names both LMs.
     """
     if proxy.tokenizer.get_vocab() != base_lm.tokenizer.get_vocab():
         names = [lm.model.config.name_or_path or lm.model.config.model_type for lm in (proxy, base_lm)]
@@ -117,17 +106,14 @@ def parameters(lm: nn.Module) -> Weights:
 
 
 def inner_update(lm: nn.Module, theta: Weights, ids: Tensor, weights: Tensor, rate: float) -> Weights:
-    """Takes one step of gradient descent on the weighted loss of a document, differentiable in `theta` and `weights`.
+    """One step of gradient descent on the weighted loss of a document, differentiable in `theta` and `weights`.
 
     Args:
         lm: a causal LM; its own weights are not used.
         theta: the LM's weights before the step.
         ids: token ids of the document, `[L]`.
         weights: weights of the tokens, `[L]`.
-        rate: learning rate of the step.
-
-    Returns:
-        The weights after the step.
+        rate: learning rate.
     """
 
     def loss(theta: Weights) -> Tensor:
@@ -139,13 +125,7 @@ def inner_update(lm: nn.Module, theta: Weights, ids: Tensor, weights: Tensor, ra
 
 
 def answer_loss(lm: nn.Module, theta: Weights, questions: Sequence[tuple[Sequence[int], Sequence[int]]]) -> Tensor:
-    """Mean negative log-likelihood of the answers' tokens, in nats.
-
-    Args:
-        lm: a causal LM; its own weights are not used.
-        theta: the weights to use.
-        questions: pairs of prompt ids and answer ids; at least one.
-    """
+    """Mean negative log-likelihood of the answers' tokens, in nats, for an LM with `theta` in place of its weights."""
     length = max(len(prompt) + len(answer) for prompt, answer in questions)
     device = next(iter(theta.values())).device
     ids = torch.zeros(len(questions), length, dtype=torch.long, device=device)
@@ -176,11 +156,9 @@ def meta_loss(
     rate: float,
     locality: float,
 ) -> tuple[Tensor, Weights]:
-    """Computes the network's loss: the LM's loss on questions after updates on their documents, and a locality term.
+    """The network's loss: the LM's loss on questions after updates on their documents, and a locality term.
 
     Args:
-        lm: the LM to update.
-        network: the weighting network.
         theta: the LM's weights before the updates.
         lessons: at least one document with questions; the LM is updated on them one after another.
         unrelated: token ids of another text, `[L]`.
@@ -202,7 +180,7 @@ def meta_loss(
 
 
 def twice_differentiable() -> AbstractContextManager[None]:
-    """Selects torch's plain attention; the fused kernels have no second derivatives."""
+    """Selects PyTorch's plain attention; the fused kernels have no second derivatives."""
     context: AbstractContextManager[None] = sdpa_kernel(SDPBackend.MATH)
     return context
 
@@ -218,7 +196,7 @@ class CamelsConfig(Config):
     Attributes:
         proxy: a smaller LM with the same tokenizer that stands for the base LM; None for the base LM itself.
         steps: steps of Adam on the weighting network.
-        accumulate: batches in each step of Adam.
+        accumulate: batches of each step.
         inner_rate: learning rate of the LM's gradient descent.
         learning_rate: learning rate of Adam.
         reset_every: batches after which the LM returns to its own weights.
@@ -237,14 +215,7 @@ class CamelsConfig(Config):
 def trained_network(
     proxy: BaseLM, dataset: QADataset, config: CamelsConfig, *, seed: int = 0, folder: Path | None = None
 ) -> WeightingNetwork:
-    """Loads a trained weighting network from the cache, or trains it.
-
-    Args:
-        proxy: the LM that meta-training updates, and that the network is initialized from.
-        dataset: training documents with their questions.
-        config: recipe of the training.
-        seed: random seed of the network's head and of the order of documents.
-        folder: the cache; None for no cache.
+    """Loads a trained weighting network from the cache folder, or trains it; without a folder it always trains.
 
     Raises:
         ModelLoadError: if the cached file is damaged.
@@ -292,7 +263,7 @@ def meta_train(
 
 
 def _lessons(lm: BaseLM, dataset: QADataset) -> Sequence[Lesson]:
-    """Makes a lesson of each document with questions; a document longer than the LM's window is cut to one passage."""
+    """A lesson for each document with questions; a document longer than the LM's window is cut to one passage."""
     questions = dataset.questions_by_document()
     return [
         Lesson(

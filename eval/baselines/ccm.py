@@ -12,7 +12,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from pydantic import Field
@@ -24,16 +24,13 @@ from eval.baselines import weights_cache
 from eval.baselines.finetuning import passages
 from eval.harness.systems import System
 from mac_rag.config import Config, EncoderConfig
+from mac_rag.data.types import Document, QADataset
 from mac_rag.errors import BankError, ConfigError
-from mac_rag.lm.base_lm import LORA_TARGETS
+from mac_rag.lm.base_lm import LORA_TARGETS, BaseLM
 from mac_rag.lm.batching import length_buckets, pad_rows
 from mac_rag.lm.loading import load_backbone, load_tokenizer
 from mac_rag.nn.modulation import Change, HookedModulation, linear_names
 from mac_rag.progress import progress_bar
-
-if TYPE_CHECKING:
-    from mac_rag.data.types import Document, QADataset
-    from mac_rag.lm.base_lm import BaseLM
 
 _BATCH_TOKENS = 8192
 _RANK = 8  # of the conditional low-rank update, as published
@@ -56,18 +53,11 @@ class Compressed:
         return Compressed(self.keys_values[rows], self.lengths[rows])
 
 
-_RANK = 8  # of the conditional low-rank update, as published
-
-
 class Compressor(nn.Module):
-    """The learned vectors and the conditional low-rank update, without the LM.
+    """The learned vectors and the conditional low-rank update of a frozen LM, without the LM.
 
     Args:
-        base_lm: the frozen LM.
         tokens: number C of learned vectors.
-
-    Raises:
-        ConfigError: if the LM's attention has no linear layers of known names.
     """
 
     def __init__(self, base_lm: BaseLM, *, tokens: int) -> None:
@@ -112,12 +102,7 @@ class Compressor(nn.Module):
 
 
 class EncoderRetriever(nn.Module):
-    """One encoder of questions and documents: mean over the last states, a linear map, cosine similarity.
-
-    Args:
-        backbone: a transformers model without a language-modelling head.
-        tokenizer: its tokenizer.
-    """
+    """One encoder of questions and documents: mean over the last states, a linear map, cosine similarity."""
 
     def __init__(self, backbone: Any, tokenizer: Any) -> None:
         super().__init__()
@@ -141,12 +126,11 @@ class CCM(nn.Module):
     """The trained parts of CCM: the compressor and the retriever around a frozen LM.
 
     Args:
-        base_lm: the frozen LM.
         tokens: number C of compressed tokens.
         encoder: the retriever's pretrained encoder (T5's in the paper); None for a copy of the LM.
 
     Raises:
-        ConfigError: if the LM's attention has no linear layers of known names.
+        ConfigError: as `Compressor`.
     """
 
     def __init__(self, base_lm: BaseLM, *, tokens: int, encoder: EncoderConfig | None = None) -> None:
@@ -199,14 +183,7 @@ class CCM(nn.Module):
 def generate_after(
     base_lm: BaseLM, compressed: Compressed, prompts: Sequence[Sequence[int]], *, max_new_tokens: int
 ) -> list[str]:
-    """Answers prompts greedily, each after its own compressed document.
-
-    Args:
-        base_lm: the LM.
-        compressed: one document for each prompt.
-        prompts: token ids of each prompt.
-        max_new_tokens: limit of an answer's tokens.
-    """
+    """Answers prompts greedily, each after its own compressed document."""
     ids, mask = pad_rows(prompts, base_lm.tokenizer.pad_token_id, base_lm.device, "left")
     pad = base_lm.tokenizer.pad_token_id
     output = _after(base_lm, compressed, ids, mask)
@@ -262,14 +239,7 @@ class CCMConfig(Config):
 
 
 class CCMSystem(System):
-    """The LM after the compressed document that the retriever ranks first.
-
-    Args:
-        base_lm: the frozen LM.
-        ccm: compressor and retriever, trained for this LM.
-        max_new_tokens: limit of an answer's tokens.
-        batch_size: questions of one generation.
-    """
+    """The LM after the compressed document that the retriever ranks first."""
 
     name = "CCM + encoder retriever"
 
@@ -325,14 +295,7 @@ def compressible(base_lm: BaseLM, text: str) -> list[tuple[list[int], str]]:
 def trained_ccm(
     base_lm: BaseLM, dataset: QADataset, config: CCMConfig, *, seed: int = 0, folder: Path | None = None
 ) -> CCM:
-    """Loads a trained CCM from the cache, or trains it.
-
-    Args:
-        base_lm: the frozen LM.
-        dataset: training documents with their questions.
-        config: recipe of the training.
-        seed: random seed of initial weights and of the batches.
-        folder: the cache; None for no cache.
+    """Loads a trained CCM from the cache folder, or trains it; without a folder it always trains.
 
     Raises:
         ModelLoadError: if the cached file is damaged.

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from pydantic import Field
 
@@ -18,12 +17,10 @@ from eval.harness.scales import Scale, Setup
 from eval.harness.streams import open_stream
 from eval.harness.systems import MACSystem, System
 from mac_rag.config import BaseLMConfig, Config, EncoderConfig
+from mac_rag.data.types import QADataset
 from mac_rag.errors import ConfigError
 from mac_rag.lm.base_lm import BaseLM
 from mac_rag.model import MACModel
-
-if TYPE_CHECKING:
-    from mac_rag.data.types import QADataset
 
 # Examples in a few-shot prompt, and documents before a question for the retriever alone.
 _EXAMPLES, _K = 5, 5
@@ -33,8 +30,8 @@ class BaselineSetup(Config):
     """Training and search of all baselines at one scale; `eval.harness.scales` holds the scales of the experiments.
 
     Attributes:
-        training_documents: at most this many documents of the training split; CaMeLS, CCM and the few-shot examples
-            come from them.
+        training_documents: largest number of documents of the training split, from which CaMeLS, CCM and the few-shot
+            examples come.
         validation_documents: length of the validation stream on which learning rates are searched.
         rates: learning rates of Adam to try.
         retention_rate: the one learning rate of Adam in the experiment on retention, fixed as in the paper.
@@ -79,18 +76,14 @@ SCALES: dict[Scale, BaselineSetup] = {"tiny": TINY_SCALE, "paper": PAPER_SCALE}
 
 
 class SystemFactory:
-    """Makes the systems of a comparison around one model.
+    """Makes the systems of a comparison around one model, whose base LM they share.
 
     Args:
-        model: the MAC model; all systems share its base LM.
-        setup: training and search of the baselines.
         training_set: loads the training data; called once a system needs it.
         validation_set: loads the validation stream; called once a learning rate is searched.
         folder: cache of the trained networks; None for no cache.
-        batch_size: questions of one generation.
-        seed: random seed of all training.
-        lm: name or folder of the LM that fine-tuning updates and CCM compresses with; None for the model's own. If
-            that is quantised, it is loaded once more, without quantisation.
+        lm: name or folder of the LM that fine-tuning updates and CCM compresses with; None for the model's own, which
+            is loaded once more without quantisation if it is quantised.
 
     Attributes:
         searched: F1 by learning rate, for each method whose learning rate was searched.
@@ -124,7 +117,7 @@ class SystemFactory:
 
         Raises:
             ConfigError: for a quantised LM that the model's checkpoint holds in no other form, or an LM with another
-                tokenizer than the model's.
+                tokenizer.
             ModelLoadError: if there is no such LM.
         """
         own = self.model.config.base_lm
@@ -158,9 +151,6 @@ class SystemFactory:
             method: one of `METHODS`.
             learning_rate: learning rate of fine-tuning; None searches it on the validation stream, once per method.
             trained: False leaves the networks of CaMeLS and CCM untrained, if only the cost of running them matters.
-
-        Raises:
-            ConfigError: for an unknown method, or a method that does not work with this model.
         """
         if method in FINE_TUNING:
             return self._fine_tuning(method, learning_rate, trained)
@@ -226,13 +216,10 @@ def open_factory(
     batch_size: int,
     lm: str | None = None,
 ) -> SystemFactory:
-    """Makes the factory of systems around a command's model.
+    """Makes the factory of systems around the model of a command's setup; the arguments are the command's options.
 
     Args:
-        setup: the experiment's setup, which names the model.
         path: the result file; trained networks are cached in `trained/` beside it.
-        scale, data, seed, device, batch_size: the command's options.
-        lm: the command's option; None for the setup's.
 
     Raises:
         ModelLoadError: if there is no such model.
@@ -255,7 +242,7 @@ def open_factory(
 
 
 def searched_notes(factory: SystemFactory) -> list[str]:
-    """Writes the searched learning rates as notes for the result."""
+    """The searched learning rates, as notes for the result."""
     return [
         f"{method}: F1 on {len(factory.validation_set.documents):,} validation documents by learning rate: "
         + ", ".join(f"{rate:g}: {100 * f1:.1f} %" for rate, f1 in f1_by_rate.items())

@@ -1,7 +1,7 @@
 """Online fine-tuning: the LM is updated on the stream, document by document, and then answers.
 
-What differs is the weight of each token of a document in the loss: all alike (Uniform), names, dates and numbers alone
-(Salient Spans), or weights by a trained network (`eval.baselines.camels`).
+The methods differ in the weight of each token in the loss: all alike (Uniform), names, dates and numbers alone (Salient
+Spans), or weights by a trained network (`eval.baselines.camels`).
 """
 
 from __future__ import annotations
@@ -17,20 +17,19 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from eval.harness.systems import System, generate
-from mac_rag.data.metrics import best_over, f1
+from eval.harness.systems import System
+from mac_rag.data.types import Document, Question
 from mac_rag.errors import DocumentError
 from mac_rag.lm.base_lm import BaseLM
 from mac_rag.lm.lora_tuning import make_trainable
+from mac_rag.lm.prompt import PromptEncoder
 from mac_rag.lm.text_tokenizer import Span
 from mac_rag.progress import progress_bar
 from pipelines.corpora.salient_spans import rule_spans
+from pipelines.tasks.open_book import generate, mean_scores
 
 if TYPE_CHECKING:
     from spacy.language import Language
-
-    from mac_rag.data.types import Document, Question
-    from mac_rag.lm.prompt import PromptEncoder
 
 RULES = "rules for names, dates and numbers"
 
@@ -40,7 +39,7 @@ class Passage:
     """A document, or a part of one, as the LM reads it.
 
     Attributes:
-        ids: token ids `[L]`, with the tokens that the tokenizer puts in front of a text.
+        ids: token ids `[L]`, with the tokens that the tokenizer puts before a text.
         text: the text of the whole document.
         spans: the characters of `text` that each token covers; an empty span for a token that is not text.
     """
@@ -51,17 +50,7 @@ class Passage:
 
 
 def passages(prompts: PromptEncoder, text: str, window: int, device: torch.device | str = "cpu") -> Iterator[Passage]:
-    """Yields a document as one passage, or as several if it is longer than the window.
-
-    Args:
-        prompts: writes and tokenizes the document.
-        text: the document.
-        window: maximum tokens of a passage.
-        device: device of the token ids.
-
-    Raises:
-        DocumentError: for an empty document.
-    """
+    """Yields a document as passages of at most `window` tokens."""
     if not text.strip():
         raise DocumentError(f"a document must not be empty, got {text!r:.80}")
     written = prompts.written_document(text)
@@ -123,12 +112,12 @@ class SalientSpanWeights(TokenWeighting):
 
 
 def weighted_loss(logits: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-    """Computes the mean of weight times negative log-likelihood, in nats, over all predicted tokens.
+    """The mean of weight times negative log-likelihood, in nats, over all predicted tokens.
 
     Args:
         logits: predictions of the next token, `[L, vocabulary]`.
         ids: token ids, `[L]`.
-        weights: token weights, `[L]`; the first token is not predicted, so its weight is not used.
+        weights: `[L]`; that of the first token, which is not predicted, is not used.
     """
     losses = functional.cross_entropy(at_least_single(logits[:-1]), ids[1:], reduction="none")
     return (weights[1:] * losses).mean()
@@ -140,12 +129,12 @@ def at_least_single(values: Tensor) -> Tensor:
 
 
 def spacy_spans(pipeline: Language) -> Callable[[str], Sequence[Span]]:
-    """Returns a function that finds the named entities of a text with a spaCy pipeline."""
+    """A function that finds the named entities of a text with a spaCy pipeline."""
     return lambda text: [(entity.start_char, entity.end_char) for entity in pipeline(text).ents]
 
 
 def salient_spans() -> SalientSpanWeights:
-    """Makes weights with an installed English spaCy pipeline, or else with rules; the setting `spans` names which."""
+    """Weights by an installed English spaCy pipeline, or else by rules; the setting `spans` names which."""
     name = _pipeline()
     if name is None:
         return SalientSpanWeights(rule_spans, RULES)
@@ -161,16 +150,9 @@ def _pipeline() -> str | None:
 
 
 class FineTuning(System):
-    """A copy of the LM that takes one step of Adam on each document, in the order of the stream.
+    """A copy of an LM, tuned on questions, that takes one step of Adam on each document, in the order of the stream.
 
     There is no dropout, so equal streams give equal LMs.
-
-    Args:
-        base_lm: an LM tuned on questions and answers; it is copied and stays as it is.
-        weighting: weights of the tokens in the loss.
-        learning_rate: learning rate of Adam, constant.
-        max_new_tokens: limit of an answer's tokens.
-        batch_size: questions of one generation.
 
     Raises:
         ConfigError: for a quantised LM, whose weights cannot be updated.
@@ -221,19 +203,13 @@ def search_learning_rate(
 ) -> tuple[float, dict[float, float]]:
     """Searches the learning rate: for each one, adapts to a validation stream and asks about it (appendix A).
 
-    Args:
-        make: makes a new system with a learning rate.
-        rates: learning rates to try.
-        documents, questions: the validation stream.
-
     Returns:
-        The rate with the highest mean F1, the smallest of equals, and the F1 of each rate.
+        The rate with the highest mean F1, the smallest of equals; and the F1 of each rate.
     """
     f1_by_rate = {}
     for rate in sorted(rates):
         system = make(rate)
         system.adapt(documents)
         answers = system.answer([question.question for question in questions])
-        scores = [best_over(f1, text, question.answers) for text, question in zip(answers, questions, strict=True)]
-        f1_by_rate[rate] = sum(scores) / len(scores)
+        f1_by_rate[rate] = mean_scores(answers, questions)["f1"]
     return max(f1_by_rate, key=lambda rate: f1_by_rate[rate]), f1_by_rate

@@ -26,15 +26,7 @@ RateOption = Annotated[
 
 
 def chosen_methods(text: str, among: tuple[str, ...] = METHODS) -> list[str]:
-    """Parses an option's value: the distinct methods, in their order.
-
-    Args:
-        text: names of methods, separated by commas.
-        among: the names that the option accepts.
-
-    Raises:
-        ConfigError: for an unknown method, or no method.
-    """
+    """Parses the value of --methods: the distinct methods, in their order."""
     from mac_rag.errors import ConfigError
 
     names = list(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))

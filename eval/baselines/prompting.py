@@ -4,26 +4,18 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
-from eval.harness.systems import System, generate
+from eval.harness.systems import System
+from mac_rag.data.types import Document, Question
 from mac_rag.engine import MACEngine
 from mac_rag.errors import ConfigError
+from mac_rag.model import MACModel
 from mac_rag.retrieval import BM25Retriever
-
-if TYPE_CHECKING:
-    from mac_rag.data.types import Document, Question
-    from mac_rag.model import MACModel
+from pipelines.tasks.open_book import generate
 
 
 class FewShot(System):
-    """Few-shot prompting: the same examples before every question, each answer closed by the end token.
-
-    Args:
-        model: a MAC model, whose base LM answers.
-        examples: training questions with their answers; empty for zero-shot.
-        batch_size: questions of one generation.
-    """
+    """Few-shot prompting: the same training questions with answers before every question; none for zero-shot."""
 
     def __init__(self, model: MACModel, examples: Sequence[Question] = (), *, batch_size: int = 32) -> None:
         self.name = f"{len(examples)}-shot" if examples else "Zero-shot"
@@ -43,13 +35,7 @@ class FewShot(System):
 
 
 class RetrieverOnly(System):
-    """The LM after the documents that BM25 retrieves, without memory.
-
-    Args:
-        model: a MAC model, whose base LM answers.
-        k: number of documents in front of each question.
-        batch_size: questions of one generation.
-    """
+    """The LM after the k documents that BM25 retrieves, without memory."""
 
     def __init__(self, model: MACModel, k: int, *, batch_size: int = 32) -> None:
         self.name = f"bm25 top-{k}"
@@ -73,11 +59,7 @@ class RetrieverOnly(System):
 
 
 def drawn_examples(questions: Sequence[Question], count: int, seed: int) -> list[Question]:
-    """Draws `count` examples for `FewShot` from training questions.
-
-    Raises:
-        ConfigError: if there are fewer questions.
-    """
+    """Draws `count` examples for `FewShot` from training questions."""
     if count > len(questions):
         raise ConfigError(f"{count} examples are wanted, but the training set has {len(questions)} questions")
     return random.Random(seed).sample(list(questions), count)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from filelock import FileLock
 from safetensors import SafetensorError
@@ -17,23 +16,13 @@ from safetensors.torch import save as serialize
 from torch import nn
 
 from mac_rag.atomic_files import sync_folder, write_file
+from mac_rag.config import Config
+from mac_rag.data.types import QADataset
 from mac_rag.errors import ModelLoadError
-
-if TYPE_CHECKING:
-    from mac_rag.config import Config
-    from mac_rag.data.types import QADataset
 
 
 def key(kind: str, lm: nn.Module, dataset: QADataset, config: Config, seed: int) -> str:
-    """Computes the key of a trained network: its kind and a digest of seed, recipe, LM and data set.
-
-    Args:
-        kind: what the network is, such as `camels`.
-        lm: the LM that the network is trained for, or starts from.
-        dataset: the training documents and questions.
-        config: the recipe of the training.
-        seed: random seed of the training.
-    """
+    """The key of a trained network: its kind, such as `camels`, and a digest of seed, recipe, LM and training data."""
     digest = hashlib.sha256(f"{seed}\n{config.model_dump_json()}\n".encode())
     for name, weight in lm.state_dict().items():
         digest.update(name.encode() + weight.detach().float().cpu().contiguous().numpy().tobytes())
@@ -45,14 +34,7 @@ def key(kind: str, lm: nn.Module, dataset: QADataset, config: Config, seed: int)
 
 
 def load(network: nn.Module, folder: Path | None, name: str) -> bool:
-    """Loads the weights of a network from a folder.
-
-    Returns:
-        False if the folder does not hold the network.
-
-    Raises:
-        ModelLoadError: if the file is damaged.
-    """
+    """Loads the weights of a network from a folder; returns False if the folder does not hold it."""
     if folder is None or not (path := folder / f"{name}.safetensors").exists():
         return False
     try:
@@ -63,13 +45,7 @@ def load(network: nn.Module, folder: Path | None, name: str) -> bool:
 
 
 def save(network: nn.Module, folder: Path | None, name: str) -> None:
-    """Writes the weights of a network into a folder; None writes nothing. The file is whole at any time.
-
-    Args:
-        network: the trained network.
-        folder: the cache; made if it does not exist.
-        name: the key of the network.
-    """
+    """Writes the weights of a network into a folder; None writes nothing. The file is whole at any time."""
     if folder is None:
         return
     folder.mkdir(parents=True, exist_ok=True)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from eval.harness.allocations import allocated_peak
-from eval.harness.protocol import judge
+from eval.harness.protocol import judge, summarize
 from eval.harness.results import Row, Verdict
 from mac_rag.bank.bank import MemoryBank
 from mac_rag.bank.projection import ProjectedBank
@@ -34,8 +34,7 @@ class AggregationMethod:
     """A method that aggregates a bank into phi* for each question.
 
     Attributes:
-        name: unique name of its row.
-        settings: settings of its row: the method, the entries of its bank, and M, the size of subgroups.
+        name, settings: those of its row: the method, the entries of its bank, and M, the size of subgroups.
         bank_bytes: size of the stored memory tokens.
         aggregate: maps encoded questions `[B, T, D]` to phi* `[B, T, D]`.
     """
@@ -49,17 +48,12 @@ class AggregationMethod:
 def measure(
     model: MACModel, methods: Iterable[AggregationMethod], dataset: QADataset, batch_size: int
 ) -> tuple[list[Row], dict[str, list[Verdict]]]:
-    """Answers all questions with each method.
-
-    Args:
-        model: the model that encodes the questions and answers them.
-        methods: the first one attends to the whole bank; the others are compared with it.
-        dataset: the stream, with at least one question.
-        batch_size: questions of one batch; the peak memory is that of the first batch.
+    """Answers all questions of a stream with each method; the first one attends to the whole bank.
 
     Returns:
         A row for each method, and the verdicts on its answers. `memory_kept` and `f1_kept` are percentages of the first
-        method's peak memory and F1; `aggregation_seconds` is the time of aggregation for all questions together.
+            method's peak memory and F1. The peak is that of the first batch; `aggregation_seconds` is the time of
+            aggregation for all questions.
     """
     rows: list[Row] = []
     verdicts: dict[str, list[Verdict]] = {}
@@ -67,10 +61,10 @@ def measure(
     for method in methods:
         answers, peak, seconds = _answers(model, method, dataset.questions, batch_size)
         verdicts[method.name] = judge(dataset.questions, answers)
-        em, f1, em_prefix = (
-            sum(getattr(verdict, metric) for verdict in verdicts[method.name]) / len(answers)
-            for metric in ("em", "f1", "em_prefix")
+        row = summarize(
+            method.name, dataset.questions, verdicts[method.name], len(dataset.documents), None, seconds=0.0
         )
+        f1 = row.f1 or 0.0
         if not rows:
             whole_peak, whole_f1 = peak, f1
         measures = {
@@ -80,18 +74,8 @@ def measure(
             "bank_mb": method.bank_bytes / 1e6,
             "aggregation_seconds": seconds,
         }
-        rows.append(
-            Row(
-                name=method.name,
-                settings=method.settings,
-                measures=measures,
-                documents=len(dataset.documents),
-                questions=len(answers),
-                em=em,
-                f1=f1,
-                em_prefix=em_prefix,
-            )
-        )
+        of_method = {"settings": method.settings, "measures": measures, "seconds": None, "truncated": None}
+        rows.append(row.model_copy(update=of_method))
     return rows, verdicts
 
 
@@ -99,7 +83,7 @@ def measure(
 def _answers(
     model: MACModel, method: AggregationMethod, questions: Sequence[Question], batch_size: int
 ) -> tuple[list[Answer], int, float]:
-    """Returns the answers, the peak bytes of aggregating the first batch, and the seconds of all aggregation."""
+    """The answers, the peak bytes of aggregating the first batch, and the seconds of all aggregation."""
     answers: list[Answer] = []
     peak, seconds = 0, 0.0
     with progress_bar(method.name, len(questions)) as bar:

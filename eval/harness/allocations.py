@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -11,18 +12,11 @@ _Result = TypeVar("_Result")
 
 
 def allocated_peak(run: Callable[[], _Result], device: torch.device) -> tuple[_Result, int]:
-    """Calls a function and measures the peak of its tensor memory, beyond what was allocated before.
+    """Calls a function; returns its result and the peak bytes of its tensors, beyond what was allocated before.
 
     On a CPU the peak comes from all allocations and releases of PyTorch's allocator, in the order in which
     torch.profiler records them. It includes the scratch memory of PyTorch's kernels, but not that of libraries below
     PyTorch (the packed matrices of a BLAS). On a GPU it is the growth of `torch.cuda.max_memory_allocated`.
-
-    Args:
-        run: the function.
-        device: the device that it runs on.
-
-    Returns:
-        The function's result, and the peak in bytes.
     """
     if device.type == "cuda":
         torch.cuda.synchronize(device)
@@ -31,6 +25,7 @@ def allocated_peak(run: Callable[[], _Result], device: torch.device) -> tuple[_R
         result = run()
         torch.cuda.synchronize(device)
         return result, torch.cuda.max_memory_allocated(device) - before
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # else the profiler announces each start and stop on standard error
     from torch.profiler import ProfilerActivity, profile
 
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:

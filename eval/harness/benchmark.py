@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -17,20 +17,18 @@ from eval.harness.command import (
     DeviceOption,
     OutputOption,
     SeedOption,
-    generated,
     report,
     whole_numbers,
 )
+from eval.harness.streams import open_stream
 from mac_rag import DEFAULT_MODEL
 from mac_rag.cli.terminal import say
 
 if TYPE_CHECKING:
-    from mac_rag.data.types import QADataset
     from mac_rag.retrieval.base import Retriever
 
 BenchmarkModel = Annotated[
-    str | None,
-    typer.Option(help=MODEL_HELP, show_default=f"mac-tiny on newswire, {DEFAULT_MODEL} on --data"),
+    str | None, typer.Option(help=MODEL_HELP, show_default=f"mac-tiny on newswire, {DEFAULT_MODEL} on --data")
 ]
 RetrieverOption = Annotated[
     str,
@@ -75,7 +73,7 @@ ExportOption = Annotated[
 
 
 def model_for(model: str | None, data: Path | str | None) -> str:
-    """Returns the model that the option names, or else the one that reads the data."""
+    """The model that the option names, or else the one that reads the data."""
     return model or ("mac-tiny" if data is None else DEFAULT_MODEL)
 
 
@@ -101,8 +99,7 @@ def benchmark_command(
         data: Annotated[
             Path | None,
             typer.Option(
-                help="Folder of the data set's files.",
-                show_default="the embedded newswire sample, if it can stand in",
+                help="Folder of the data set's files.", show_default="the embedded newswire sample, if it can stand in"
             ),
         ] = None,
         split: SplitOption = "test",
@@ -115,19 +112,15 @@ def benchmark_command(
         export: ExportOption = None,
         output: OutputOption = None,
     ) -> None:
-        def load() -> Loaded:
-            from mac_rag.data import load_dataset
+        if data is None and home is not None:
             from mac_rag.errors import ConfigError
 
-            if data is None and home is not None:
-                raise ConfigError(f"eval.{benchmark} needs --data, a folder with the files of {title}; they are {home}")
-            if data is None:
-                about = f"The embedded newswire sample, because no --data was given for {title}"
-                return Loaded(generated(split, documents or NEWSWIRE_DOCUMENTS, seed), "generated", about)
-            dataset = load_dataset(benchmark, split, data, documents=documents)
-            return Loaded(dataset, str(data), f"{title} from {data}")
-
-        run_benchmark(benchmark, load, context.params)
+            raise ConfigError(f"eval.{benchmark} needs --data, a folder with the files of {title}; they are {home}")
+        if data is None:
+            about = f"The embedded newswire sample, because no --data was given for {title}"
+        else:
+            about = f"{title} from {data}"
+        run_benchmark(benchmark, None if data is None else f"{benchmark}:{data}", about, context.params)
 
     main.__doc__ = (
         f"Evaluate on {title}: adapt to a stream of documents, then ask all questions about them.\n\n"
@@ -142,41 +135,34 @@ def benchmark_command(
     return main
 
 
-class Loaded(NamedTuple):
-    """A stream with all its questions.
-
-    Attributes:
-        dataset: the stream.
-        source: where it comes from, for the result.
-        about: what it is, for the first line of the output.
-    """
-
-    dataset: QADataset
-    source: str
-    about: str
-
-
-def run_benchmark(experiment: str, load: Callable[[], Loaded], options: Mapping[str, Any]) -> None:
-    """Runs the protocol, and writes and prints its result.
+def run_benchmark(
+    experiment: str,
+    data: str | None,
+    about: str,
+    options: Mapping[str, Any],
+    columns: Mapping[str, str] | None = None,
+) -> None:
+    """Runs the protocol of `eval.<experiment>` with a command's options, and writes and prints its result.
 
     Args:
-        experiment: name of the module, `eval.<experiment>`.
-        load: loads the stream.
-        options: all options of the command, by name.
+        data, columns: as `open_stream` takes them.
+        about: description of the stream for the first line of the output.
 
     Raises:
-        ConfigError: for an option without meaning, before the stream is loaded.
+        ConfigError: for an invalid option, before the stream is loaded.
     """
-    from eval.harness.export import export_folder, export_records
+    from eval.harness.export import export_records
     from eval.harness.kept_answers import KeptAnswers, answer_source
-    from eval.harness.protocol import run_protocol, some_questions
-    from eval.harness.results import result_path
+    from eval.harness.protocol import run_protocol
+    from eval.harness.results import result_path, writable_folder
     from mac_rag.engine import MACEngine
     from mac_rag.model import MACModel
     from mac_rag.retrieval.registry import make_retriever
 
     path = result_path(options["output"], experiment)
-    folder = None if options["export"] is None else export_folder(options["export"])
+    folder: Path | None = options["export"]
+    if folder is not None:
+        writable_folder(folder, "--export")
     ks = whole_numbers("--k", options["k"])
     memory_weights = _memory_weights(options["memory_weight"])
     retrievers: dict[str, Retriever] = {}
@@ -184,11 +170,9 @@ def run_benchmark(experiment: str, load: Callable[[], Loaded], options: Mapping[
         made = make_retriever(name, progress=True)
         if made is not None:
             retrievers[name] = made
-    dataset, source, about = load()
-    dataset = some_questions(dataset, options["questions"], options["seed"])
+    size = options["documents"], options["questions"]
+    dataset, source = open_stream(data, options["split"], *size, seed=options["seed"], scale="tiny", columns=columns)
     say(f"{about}: {len(dataset.documents):,} documents, {len(dataset.questions):,} questions, split {dataset.split}")
-    for note in dataset.notes:
-        say(note, err=True)
     model_name = model_for(options["model"], options["data"])
     loaded = MACModel.from_pretrained(model_name, device=options["device"])
     answers = options["answers"]
@@ -201,7 +185,6 @@ def run_benchmark(experiment: str, load: Callable[[], Loaded], options: Mapping[
         kept=None if answers is None else KeptAnswers(answers, answer_source(loaded, dataset.documents)),
         batch_size=options["batch_size"],
         seed=options["seed"],
-        progress=True,
     )
     report(
         path,
@@ -222,11 +205,7 @@ def run_benchmark(experiment: str, load: Callable[[], Loaded], options: Mapping[
 
 
 def _memory_weights(text: str | None) -> list[float]:
-    """Parses the distinct numbers of --memory-weight, in their order; none without the option.
-
-    Raises:
-        ConfigError: for anything but numbers above 0 and at most 1.
-    """
+    """Parses the distinct numbers of --memory-weight, in their order; none without the option."""
     from mac_rag.errors import ConfigError
 
     try:

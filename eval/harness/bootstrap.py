@@ -16,14 +16,14 @@ class Interval(Config):
     low: float
     high: float
 
+    @property
+    def percent(self) -> str:
+        """Mean and interval in percent: `+1.2 (+0.3, +2.1)`."""
+        return f"{100 * self.mean:+.1f} ({100 * self.low:+.1f}, {100 * self.high:+.1f})"
+
 
 def paired_interval(ours: Sequence[float], theirs: Sequence[float], *, seed: int = 0) -> Interval:
-    """Computes the mean of `ours - theirs`, with the percentile interval of 10,000 resamples of the questions.
-
-    Args:
-        ours, theirs: one figure for each question, in the same order; at least one.
-        seed: random seed of the resampling.
-    """
+    """Mean of `ours - theirs`, question by question, with the percentile interval of 10,000 resamples."""
     import numpy as np
 
     differences = np.asarray(ours, dtype=np.float64) - np.asarray(theirs, dtype=np.float64)

@@ -34,16 +34,7 @@ DeviceOption = Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1, ...",
 
 
 def generated(split: str, documents: int, seed: int) -> QADataset:
-    """Generates a stream of newswire with one question for each document.
-
-    Args:
-        split: `train`, `val` or `test`.
-        documents: number of documents.
-        seed: random seed of the stream.
-
-    Raises:
-        ConfigError: for another split.
-    """
+    """Generates a stream of newswire with one question for each document."""
     from mac_rag.data import SPLITS
     from mac_rag.data.newswire.generate import generate
     from mac_rag.errors import ConfigError
@@ -56,15 +47,7 @@ def generated(split: str, documents: int, seed: int) -> QADataset:
 
 
 def whole_numbers(option: str, text: str) -> list[int]:
-    """Parses the value of an option that takes several whole numbers: the distinct ones, ascending.
-
-    Args:
-        option: name of the option, for messages.
-        text: numbers separated by commas.
-
-    Raises:
-        ConfigError: for anything but whole numbers of at least 1.
-    """
+    """Parses the value of an option that takes several whole numbers: the distinct ones, ascending."""
     from mac_rag.errors import ConfigError
 
     try:
@@ -99,13 +82,11 @@ def report(
         path: the result file, as `result_path` returned it.
         experiment: name of the module, `eval.<experiment>`.
         options: all options of the command; `seed` is among them, and `model` if there is a model.
-        rows: the rows of the result.
         samples: the answers to each question; empty if no questions were asked.
-        adaptation: size and time of the adaptation; None if no single one is measured.
         dataset: the stream; None if the rows are of several streams.
         source: folder of the data set, or "generated".
         model: the evaluated model; None if the rows are of several models.
-        not_run, notes, quotes: see `eval.harness.results.Result`.
+        adaptation, rows, not_run, notes, quotes: see `eval.harness.results.Result`.
         table: the rows to print; None for all.
         further: True to print a second table, with the scores that do not fit into the first.
     """

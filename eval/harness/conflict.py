@@ -1,7 +1,4 @@
-"""Documents that contradict the memory, and answers to questions about them.
-
-A document is outdated, or its answer is replaced by a wrong one.
-"""
+"""Documents that contradict the memory, because they are outdated or false, and answers to questions about them."""
 
 from __future__ import annotations
 
@@ -37,8 +34,7 @@ class Conflict:
     Attributes:
         kind: `outdated` (the wrong document was right once) or `counterfactual`.
         question: the question with its right answers.
-        right: text of the document with the right answer.
-        wrong: text of the document with the wrong answer.
+        right, wrong: texts of the documents with the right and with the wrong answer.
         wrong_answer: the answer that the wrong document gives.
         changed: when the right document superseded the wrong one; None for counterfactual ones.
     """
@@ -64,10 +60,9 @@ class Conflict:
 
 
 def outdated(dataset: QADataset) -> list[Conflict]:
-    """Finds questions about facts that a later document of the newswire updates; the earlier document is wrong.
+    """Questions about facts that a later document of the newswire updates; the earlier document is wrong.
 
-    Args:
-        dataset: newswire with four questions for each document, so that the earlier answer to each question is known.
+    The newswire has four questions for each document, so that the earlier answer to each is known.
     """
     documents = {document.id: document for document in dataset.documents}
     answers = {question.id: question.answers[0] for question in dataset.questions}
@@ -82,22 +77,20 @@ def outdated(dataset: QADataset) -> list[Conflict]:
 
 
 def superseded(dataset: QADataset) -> set[str]:
-    """The ids of the documents that a later document updates."""
+    """Ids of the documents that a later document updates."""
     updates = (document.metadata.get("updates") for document in dataset.documents)
     return {name for name in updates if isinstance(name, str)}  # users have other metadata of this name
 
 
 def counterfactual(dataset: QADataset, seed: int) -> list[Conflict]:
-    """Finds questions whose answer can be replaced in their document by that of another question of the same kind.
+    """Questions whose answer can be replaced in their document by that of another question of the same kind.
 
     A question is left out if its document does not contain the answer verbatim, if the answer is still there after the
     replacement (in another case, for example), or if no other answer fits. Documents that update others, or that others
     update, are left out too.
 
-    Args:
-        dataset: any data set. In newswire, answers to the same question about other subjects are of one kind.
-            Elsewhere answers of the same shape are (see `shape`); the drawn answer closest in length is taken.
-        seed: random seed of the wrong answers.
+    In newswire, answers to the same question about other subjects are of one kind. In other data sets answers of the
+    same shape are (see `shape`); of those that the seed draws, the one closest in length is taken.
     """
     documents = {document.id: document for document in dataset.documents}
     stories = superseded(dataset) | {name for name, document in documents.items() if "updates" in document.metadata}
@@ -123,7 +116,7 @@ def counterfactual(dataset: QADataset, seed: int) -> list[Conflict]:
 
 
 def replaced(text: str, answers: tuple[str, ...], wrong: str) -> str | None:
-    """Puts a wrong answer in place of all accepted ones; None if the resulting text does not contradict them."""
+    """The text with a wrong answer in place of all accepted ones; None if the result does not contradict them."""
     if _holds(text, wrong) or any(_holds(answer, wrong) or _holds(wrong, answer) for answer in answers):
         return None
     longest_first = sorted(answers, key=len, reverse=True)
@@ -133,7 +126,7 @@ def replaced(text: str, answers: tuple[str, ...], wrong: str) -> str | None:
 
 
 def shape(answer: str) -> str:
-    """Returns the shape of an answer: `A` for a name, `a` for another word, `9` for a number, and its signs.
+    """The shape of an answer: `A` for a name, `a` for another word, `9` for a number, and its signs.
 
     A run of equal parts counts once: "Denver Broncos" and "Santa Clara" are both `A`, "$1.2 million" is `$9 a`.
     """
@@ -159,18 +152,13 @@ def _fact(question: Question) -> str:
 
 
 def conflicts(dataset: QADataset, questions: int | None, seed: int) -> list[list[Conflict]]:
-    """Finds conflicts of each kind that the data set has.
+    """Conflicts of each kind that the data set has: newswire has both, any other data set only counterfactual ones.
 
     Args:
-        dataset: newswire for both kinds; any other data set has counterfactual conflicts alone.
-        questions: at most this many of each kind, drawn by the seed; None for all.
-        seed: random seed of the draw and of the wrong answers.
+        questions: largest number of each kind, drawn by the seed; None for all.
 
     Returns:
         One list for each kind, none of them empty.
-
-    Raises:
-        DataError: if the data set has no conflict at all.
     """
     groups = [outdated(dataset) if dataset.name == "newswire" else [], counterfactual(dataset, seed)]
     if not any(groups):
@@ -187,7 +175,7 @@ def conflicts(dataset: QADataset, questions: int | None, seed: int) -> list[list
 
 
 def newest_only(dataset: QADataset) -> set[str]:
-    """The ids of the documents that no later document updates."""
+    """Ids of the documents that no later document updates."""
     return {document.id for document in dataset.documents} - superseded(dataset)
 
 
@@ -197,7 +185,7 @@ class _Condition:
 
     Attributes:
         name: name of its row.
-        document: the document in front of the question.
+        document: the document before the question.
         memory: the documents in the memory; `before` are those known before the update.
         timeless: True to ask without the time that the question names.
         dates: the documents' own; shuffled; or `unused`, with the recency term off.
@@ -211,12 +199,7 @@ class _Condition:
 
 
 def _conditions(kind: str, recency: bool) -> Iterator[_Condition]:
-    """Yields all conditions; for each document, the one without memory comes first.
-
-    Args:
-        kind: kind of the conflicts.
-        recency: True with the controls of a recency term.
-    """
+    """Yields all conditions, with the controls of a recency term if `recency`; those without memory come first."""
     wrong, right = _NAMES[kind]
     about = ", updated facts" if kind == "outdated" else ""
     yield _Condition(f"LM alone{about}", "none", "none")
@@ -242,43 +225,32 @@ def _conditions(kind: str, recency: bool) -> Iterator[_Condition]:
 
 
 def measure(
-    engine: MACEngine,
-    cases: Sequence[Conflict],
-    dataset: QADataset,
-    *,
-    batch_size: int = 32,
-    seed: int = 0,
-    progress: bool = False,
+    engine: MACEngine, cases: Sequence[Conflict], dataset: QADataset, *, batch_size: int = 32, seed: int = 0
 ) -> list[tuple[Row, list[Verdict]]]:
     """Answers the questions of conflicts of one kind under every condition.
 
     Args:
         engine: an engine that has adapted to the whole stream.
         cases: at least one conflict, all of one kind.
-        dataset: the stream.
-        batch_size: questions of one generation.
-        seed: random seed of the bootstrap.
-        progress: shows progress bars.
 
     Returns:
         A row for each condition, with the verdicts on its answers. The gain of a condition with memory is over the same
-        prompts without memory.
+            prompts without memory.
     """
     newest, shuffled = newest_only(dataset), with_shuffled_dates(dataset.documents, seed)
     kind = cases[0].kind
     recency = engine.model.aggregation.recency is not None
     measured: list[tuple[Row, list[Verdict]]] = []
-    without: dict[str, dict[str, list[float]]] = {}  # figures of each question, by the document in front of it
+    without: dict[str, dict[str, list[float]]] = {}  # figures of each question, by the document before it
     for condition in _conditions(kind, recency):
-        if progress:
-            say(condition.name, err=True)
+        say(condition.name, err=True)
         asked = [_asked(case, condition) for case in cases]
         questions = [case.question for case in asked]
         if condition.dates == "shuffled":
             engine.adapt(shuffled)
         began = time.perf_counter()
         with engine.model.without_recency() if condition.dates == "unused" else nullcontext():
-            answers = _answers(engine, asked, condition, newest, batch_size, progress)
+            answers = _answers(engine, asked, condition, newest, batch_size)
         seconds = time.perf_counter() - began
         if condition.dates == "shuffled":
             engine.adapt(dataset.documents)
@@ -311,12 +283,7 @@ def measure(
 
 
 def _answers(
-    engine: MACEngine,
-    cases: Sequence[Conflict],
-    condition: _Condition,
-    newest: Collection[str],
-    batch_size: int,
-    progress: bool,
+    engine: MACEngine, cases: Sequence[Conflict], condition: _Condition, newest: Collection[str], batch_size: int
 ) -> list[Answer]:
     """Answers the questions under a condition; those as of different moments are asked moment by moment."""
     moments = [_moment_before(case) if condition.memory == "before" else None for case in cases]
@@ -331,7 +298,7 @@ def _answers(
             as_of=moment,
             overflow="truncate",
             batch_size=batch_size,
-            progress=progress and len(some) == len(cases),
+            progress=len(some) == len(cases),
         )
         answers |= zip(some, found, strict=True)
     return [answers[number] for number in range(len(cases))]
@@ -350,7 +317,7 @@ def _asked(case: Conflict, condition: _Condition) -> Conflict:
 
 
 def with_shuffled_dates(documents: Sequence[Document], seed: int) -> list[Document]:
-    """Returns the documents with their dates shuffled among them; those without a date stay without."""
+    """The documents with their dates shuffled among them; those without a date stay without."""
     dated = [number for number, document in enumerate(documents) if document.date is not None]
     dates = [documents[number].metadata["date"] for number in dated]
     random.Random(seed).shuffle(dates)

@@ -31,9 +31,7 @@ from mac_rag.retrieval import BM25Retriever
 
 MEMORY = "memory"
 SIDE_BY_SIDE = 3  # rows whose memory tokens stand side by side
-# Rows with the highest prior, among which the one with most attention is looked for.
-_PRESELECTED = 8
-
+_PRESELECTED = 8  # rows with the highest prior, one of which has most attention
 _QUESTIONS = 32  # that are scored at a time
 
 Documents = tuple[str, ...]  # ids
@@ -44,10 +42,9 @@ class Control:
     """One way to answer.
 
     Attributes:
-        name: name of its row.
-        answer: from the numbers of some questions to their answers.
-        documents: for each question the ids of the documents that it is answered from; empty for all of the bank.
-        k: number of these documents; None for all of the bank.
+        answer: maps the numbers of some questions to their answers.
+        documents: ids of the documents that each question is answered from; empty for the whole bank.
+        k: number of these documents; None for the whole bank.
     """
 
     name: str
@@ -57,27 +54,20 @@ class Control:
 
 
 class Controls:
-    """The controls of one engine and stream.
-
-    Args:
-        engine: an engine without a retriever that has adapted to the stream.
-        dataset: the stream.
-        batch_size: questions of one generation.
-        progress: shows progress bars.
+    """The controls of one stream and one engine, which has adapted to it and has no retriever.
 
     Attributes:
         not_run: controls that this model or stream cannot have, each with the reason; complete after `all`.
     """
 
-    def __init__(self, engine: MACEngine, dataset: QADataset, *, batch_size: int = 32, progress: bool = False) -> None:
+    def __init__(self, engine: MACEngine, dataset: QADataset, *, batch_size: int = 32) -> None:
         self.engine = engine
         self.dataset = dataset
         self.batch_size = batch_size
-        self.progress = progress
         self.not_run: dict[str, str] = {}
         self._questions = [question.question for question in dataset.questions]
         self._texts = {document.id: document.text for document in dataset.documents}
-        self._ranked = RankedRows(engine, self._questions, progress=progress)
+        self._ranked = RankedRows(engine, self._questions)
 
     def all(self) -> Iterator[Control]:
         """All controls; the memory itself comes first."""
@@ -118,7 +108,7 @@ class Controls:
         yield self._text(names[1], [(document_id,) for document_id in known])
 
     def _against_side_by_side(self) -> str | None:
-        """Why the LM cannot read several rows of memory tokens side by side; None if it can."""
+        """The reason why the LM cannot read several rows of memory tokens side by side; None if it can."""
         model = self.engine.model
         if model.config.modulation.kind not in ("prefix", "prompt") or model.config.modulation.attention_sink:
             return "only a prefix without an attention sink, and a prompt, may have more than T tokens"
@@ -189,8 +179,7 @@ def ask_controls(
     """Asks all questions of each control.
 
     Args:
-        controls: the controls.
-        path: a file that keeps answers, from which an interrupted run goes on; None keeps none.
+        path: a file that keeps answers, so that an interrupted run continues; None keeps none.
         source: digest of the model and the stream, from `answer_source`.
         seed: random seed of the bootstrap.
 
@@ -218,7 +207,7 @@ def ask_controls(
 
 
 def _answers(controls: Controls, control: Control, kept: KeptAnswers) -> tuple[list[str], float]:
-    """Returns the answer to each question, kept or new, and the time that all answers took."""
+    """The answer to each question, kept or new, and the time that all answers took."""
     # Equal questions differ if they are asked about different documents.
     prompts = [
         Prompt(question.question, documents)
@@ -229,9 +218,8 @@ def _answers(controls: Controls, control: Control, kept: KeptAnswers) -> tuple[l
         if kept.find(prompt, None) is None:
             pending.setdefault(prompt, number)
     numbers = sorted(pending.values(), key=lambda number: len(prompts[number].question))
-    if controls.progress:
-        say(control.name, err=True)
-    with progress_bar("answer", len(numbers), disable=not controls.progress) as bar:
+    say(control.name, err=True)
+    with progress_bar("answer", len(numbers)) as bar:
         for first in range(0, len(numbers), controls.batch_size):
             batch = numbers[first : first + controls.batch_size]
             began = time.perf_counter()
@@ -245,7 +233,7 @@ def _answers(controls: Controls, control: Control, kept: KeptAnswers) -> tuple[l
 
 
 def _attended(controls: Controls, kept: KeptAnswers) -> list[str]:
-    """The id of the document with most of each question's attention."""
+    """Id of the document with most of each question's attention."""
     engine = controls.engine
     if engine.model.aggregation.prior is not None:
         engine = MACEngine(
@@ -281,25 +269,20 @@ def _errors(controls: Controls, verdicts: Sequence[Verdict], attended: Sequence[
 
 
 class RankedRows:
-    """The rows of a bank, ranked for each question by the document prior, or without one by attention.
-
-    Args:
-        engine: an engine whose bank has merged no documents.
-        questions: B texts.
-        progress: shows a progress bar.
+    """The rows of a bank that has merged no documents, ranked for B questions by the document prior, or by attention.
 
     Attributes:
         owners: id of the document of each of K rows.
         scores: `[B, K]`.
     """
 
-    def __init__(self, engine: MACEngine, questions: Sequence[str], *, progress: bool = False) -> None:
+    def __init__(self, engine: MACEngine, questions: Sequence[str]) -> None:
         self._engine = engine
         self._rows = [(entry.members[0].document_id, row) for entry in engine.bank for row in range(entry.rows)]
         self.owners = [document_id for document_id, _ in self._rows]
         phi = engine.bank.phi.to(engine.model.device, torch.float32)
         parts = []
-        with progress_bar("rank", len(questions), disable=not progress) as bar:
+        with progress_bar("rank", len(questions)) as bar:
             for first in range(0, len(questions), _QUESTIONS):
                 batch = questions[first : first + _QUESTIONS]
                 parts.append(_scores(engine.model, batch, phi).cpu())
@@ -307,12 +290,12 @@ class RankedRows:
         self.scores = torch.cat(parts)
 
     def best(self, count: int) -> list[list[int]]:
-        """For each question its `count` best rows, best first; all rows if there are fewer."""
+        """The `count` best rows for each question, best first; all rows if there are fewer."""
         rows: list[list[int]] = self.scores.topk(min(count, len(self.owners)), dim=1).indices.tolist()
         return rows
 
     def best_of(self, document_ids: Sequence[str]) -> list[list[int]]:
-        """For each question the best row of one document."""
+        """The best row of one document for each question."""
         rows: dict[str, list[int]] = {}
         for row, owner in enumerate(self.owners):
             rows.setdefault(owner, []).append(row)
@@ -350,7 +333,6 @@ def answers_from_two_texts(
     """Answers greedily without memory; of two prompts the more confident one chooses each token (the max rule).
 
     Args:
-        model: the model, whose LM alone answers.
         first, second: B prompts each: the same questions after one text and after another.
         weight: lambda, the weight of the first.
     """

@@ -1,4 +1,4 @@
-"""What an answer costs until its first token: tokens that the LM reads, and floating-point operations."""
+"""Costs of an answer until its first token: tokens that the LM reads, and floating-point operations."""
 
 from __future__ import annotations
 
@@ -17,39 +17,36 @@ _SAMPLE = 8  # questions whose operations are counted
 
 
 class Costs:
-    """Counts what answers of an engine cost, the same on every machine.
+    """Counts the costs of an engine's answers; the counts are the same on every machine.
 
-    The bank's keys and values are there already, as they are after some questions. Retrieval is not counted: BM25 does
+    The bank's keys and values count as projected already, as after some questions. Retrieval is not counted: BM25 does
     no matrix products, and a dense retriever's encoder is not the LM's.
 
     Args:
         engine: an engine that has adapted to its documents.
-        questions: questions to come; the first 8 are the sample, of which the memory's part is counted here.
+        questions: questions to come; the first 8 are the sample on which the memory's part is counted here.
     """
 
     def __init__(self, engine: MACEngine, questions: Sequence[str]) -> None:
         self._engine = engine
         self._sample = list(dict.fromkeys(questions))[:_SAMPLE]
-        # An engine remembers what it has aggregated for a question. Spaces after it make it new to the engine and the
-        # same to the encoder: the first time projects what it attends to, the second one is counted.
+        # An engine remembers the aggregate of a question. Spaces after a question make it new to the engine, and the
+        # same to the encoder: the first time projects the rows that it attends to, the second one is counted.
         for question in self._sample:
             engine.aggregate([f"{question} "])
         total = sum(flops(partial(engine.aggregate, [f"{question}  "])) for question in self._sample)
         self._of_memory = total / len(self._sample)
 
     def measures(self, prompts: Sequence[FittedPrompt], weight: float | None) -> dict[str, float]:
-        """The costs of a row, means over its questions.
-
-        Args:
-            prompts: the prompts of all questions.
-            weight: memory weight; None for answers without memory.
+        """The costs of a row with a memory weight, or without memory for None; means over its questions.
 
         Returns:
-            `lm_tokens`, the tokens of prompts that the LM reads, twice for an ensemble, over all questions, and of a
-            memory in the prompt, over those of the sample; and `gflop`, the operations until the first token in
-            billions, over those of the sample.
+            `lm_tokens`, the tokens of prompts that the LM reads, twice for an ensemble, over all questions, and those
+                of a memory in the prompt, over the sample; and `gflop`, billions of operations until the first token,
+                over the sample.
         """
-        tokens = sum(len(prompt.ids) * self._readings(prompt, weight) for prompt in prompts) / len(prompts)
+        ensemble = weight is not None and weight < 1  # of the LM with memory and without: it reads documents twice
+        tokens = sum(len(prompt.ids) * (2 if ensemble and prompt.contexts else 1) for prompt in prompts) / len(prompts)
         sample = [prompt for prompt in prompts if prompt.question in self._sample][:_SAMPLE]
         model = self._engine.model
         operations = 0.0
@@ -62,13 +59,9 @@ class Costs:
         mean = operations / len(sample) + (0.0 if weight is None else self._of_memory)
         return {"lm_tokens": tokens, "gflop": mean / 1e9}
 
-    def _readings(self, prompt: FittedPrompt, weight: float | None) -> int:
-        """How often the LM reads a prompt: twice for an ensemble of the LM with memory and without."""
-        return 2 if weight is not None and weight < 1 and prompt.contexts else 1
-
 
 def flops(compute: Callable[[], object]) -> int:
-    """Counts the floating-point operations of matrix products and attention in a computation, without gradients."""
+    """Floating-point operations of matrix products and attention in a computation, without gradients."""
     counter = FlopCounterMode(display=False, custom_mapping=_formulas())
     with torch.no_grad(), counter:
         compute()

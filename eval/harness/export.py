@@ -11,7 +11,6 @@ LM may have read less if the row counts truncated prompts. Where memory alone an
 from __future__ import annotations
 
 import json
-import os
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -20,30 +19,12 @@ from typing import Any
 from eval.harness.results import Sample
 from mac_rag.atomic_files import write_text
 from mac_rag.data.types import Document
-from mac_rag.errors import ConfigError
-
-
-def export_folder(folder: Path) -> Path:
-    """Creates the output folder if missing. Call it before long work, so that an unwritable folder fails at once.
-
-    Raises:
-        ConfigError: if no file can be written there.
-    """
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"--export {folder} cannot be made a folder: {error.strerror}") from None
-    if not os.access(folder, os.W_OK):
-        raise ConfigError(f"--export {folder} cannot be written: no permission")
-    return folder
 
 
 def export_records(folder: Path, samples: Sequence[Sample], documents: Sequence[Document]) -> list[Path]:
-    """Writes the records of every row; each file is whole at any time.
+    """Writes the records of every row into a folder that exists; each file is whole at any time.
 
     Args:
-        folder: a folder that exists.
-        samples: the questions with the answers of all rows.
         documents: the stream, which holds all retrieved documents.
 
     Returns:
@@ -62,13 +43,7 @@ def export_records(folder: Path, samples: Sequence[Sample], documents: Sequence[
 
 
 def ragas_record(sample: Sample, row: str, texts: Mapping[str, str]) -> dict[str, Any]:
-    """Makes a `SingleTurnSample` of ragas from one answer; leaves out unknown fields.
-
-    Args:
-        sample: the question.
-        row: name of the row that answered.
-        texts: the documents by id.
-    """
+    """A `SingleTurnSample` of ragas from the answer of one row; leaves out unknown fields. `texts`: documents by id."""
     verdict = sample.rows[row]
     record: dict[str, Any] = {
         "user_input": sample.question,
@@ -84,7 +59,7 @@ def ragas_record(sample: Sample, row: str, texts: Mapping[str, str]) -> dict[str
 
 
 def ragchecker_record(sample: Sample, row: str, texts: Mapping[str, str]) -> dict[str, Any]:
-    """Makes a `RAGResult` of RAGChecker from one answer; arguments as for `ragas_record`."""
+    """A `RAGResult` of RAGChecker; the arguments are those of `ragas_record`."""
     verdict = sample.rows[row]
     return {
         "query_id": sample.id,

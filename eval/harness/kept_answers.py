@@ -28,13 +28,13 @@ if TYPE_CHECKING:
 
 
 class Prompt(NamedTuple):
-    """What is asked, and of whom.
+    """A question as it is asked.
 
     Attributes:
         question: the question.
         contexts: the texts of the documents before it.
         as_of: the moment of the question; None for all documents.
-        times_used: False asks a memory that knows of no time (`MACModel.without_times`).
+        times_used: False for a memory that ignores times (`MACModel.without_times`).
     """
 
     question: str
@@ -44,12 +44,7 @@ class Prompt(NamedTuple):
 
 
 class KeptAnswer(Config):
-    """One answer.
-
-    Attributes:
-        text: the answer.
-        seconds: generation time of its batch, divided by the answers of the batch.
-    """
+    """One answer; `seconds` is the generation time of its batch, divided by the answers of the batch."""
 
     text: str
     seconds: float
@@ -83,21 +78,14 @@ class KeptAnswers:
             self._read(path)
 
     def find(self, prompt: Prompt, weight: float | None) -> KeptAnswer | None:
-        """Finds the kept answer to a prompt; None if there is none.
+        """The kept answer to a prompt with a memory weight lambda, or without memory for None; None if there is none.
 
-        Args:
-            prompt: the question, its documents and its moment; answers without memory do not depend on the moment.
-            weight: memory weight lambda (see `mac_rag.lm.decoding`); None for an answer without memory.
+        Answers without memory do not depend on the moment of the question.
         """
         return self._answers.get(self._key(prompt, weight))
 
     def add(self, answers: Mapping[Prompt, KeptAnswer], weight: float | None) -> None:
-        """Keeps answers, and appends them to the file before it returns.
-
-        Args:
-            answers: the answer to each prompt.
-            weight: their memory weight lambda; None for answers without memory.
-        """
+        """Keeps the answer to each prompt, and appends them to the file before it returns; `weight` as for `find`."""
         keyed = {self._key(prompt, weight): answer for prompt, answer in answers.items()}
         self._answers.update(keyed)
         if self._path is not None:
@@ -122,7 +110,7 @@ class KeptAnswers:
                     self._take(line, f"{path}, line {number}")
                 if cut[: len(_START)] != _START[: len(cut)]:
                     self._take(cut, f"{path}, line {len(lines) + 1}")
-                file.truncate(file.tell() - len(cut))  # what an interruption cut off
+                file.truncate(file.tell() - len(cut))  # a last line that an interruption has cut
         except OSError as error:
             raise ConfigError(f"--answers {path} cannot be written: {error.strerror}") from None
 
@@ -139,12 +127,7 @@ def _line(key: str, answer: KeptAnswer) -> bytes:
 
 
 def answer_source(model: MACModel, documents: Iterable[Document]) -> str:
-    """Digests everything that determines answers: weights, configuration, device, stream, code of `mac_rag`.
-
-    Args:
-        model: the model that answers.
-        documents: the stream in the order of adaptation.
-    """
+    """Digest of all that determines answers: weights, configuration, device, stream in order, code of `mac_rag`."""
     from mac_rag.retrieval.encoders import weights_hash
 
     digest = hashlib.sha256(f"{weights_hash(model)} {model.config.model_dump_json()} {model.device}".encode())

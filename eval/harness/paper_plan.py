@@ -1,4 +1,4 @@
-"""What `eval.paper` runs: its steps with data sets and arguments, the models that they need, and their records.
+"""The steps of `eval.paper` with data sets and arguments, the models that they need, and their records.
 
 At the paper's scale, `runs/<preset>/<stage>/best` is trained on StreamingQA, `runs/<preset>/<stage>-<data set>/best` on
 another data set. MAC is trained around an LM that was tuned on questions before: `runs/<preset>/tune_qa/best`.
@@ -41,14 +41,7 @@ _PATH = re.compile(
 
 @dataclass(frozen=True)
 class TrainedModel:
-    """A model that a recipe leaves.
-
-    Attributes:
-        preset: name of the preset.
-        task: `train`, or `tune_qa` for the LM alone.
-        joint: True for a training with retrieved documents.
-        dataset: the data set that it is trained on.
-    """
+    """A model that a recipe leaves: for task `tune_qa` the LM alone; `joint` if trained with retrieved documents."""
 
     preset: str
     task: str
@@ -57,11 +50,7 @@ class TrainedModel:
 
     @classmethod
     def of(cls, path: str) -> TrainedModel:
-        """The model of a path.
-
-        Raises:
-            ConfigError: for a path of another form.
-        """
+        """The model of a path."""
         match = _PATH.fullmatch(path)
         if match is None:
             raise ConfigError(f"{path!r} is no model of the paper's recipes (runs/PRESET/train/best)")
@@ -89,11 +78,7 @@ class TrainedModel:
         return f"{self.preset}/{self.task}{_JOINT if self.joint and self.task == 'train' else ''}"
 
     def overrides(self, data: Path) -> tuple[str, ...]:
-        """Values of the recipe, as `--set` takes them.
-
-        Args:
-            data: folder of the data set.
-        """
+        """Values of the recipe with the folder of the data set, as `--set` takes them."""
         values = [f"data.name={self.dataset}", f"data.path={data}"]
         if self.task == "tune_qa":
             train, val = TUNING_SPLITS[self.dataset]
@@ -105,7 +90,7 @@ class TrainedModel:
         return tuple(values)
 
     def command(self, data: Path) -> str:
-        """The command line that trains it; the argument is that of `overrides`."""
+        """The command line that trains it on the data set in a folder."""
         words = ["python", "-m", f"pipelines.{self.task}", "--config", self.recipe, "--output", self.folder]
         for value in self.overrides(data):
             words += ["--set", value]
@@ -113,12 +98,7 @@ class TrainedModel:
 
 
 def tuned_lm(name: str, dataset: str) -> TrainedModel | None:
-    """The LM that variants of a preset are trained around; None where no recipe tunes it on the data set.
-
-    Args:
-        name: name of the preset.
-        dataset: name of the data set.
-    """
+    """The LM that variants of a preset are trained around; None if no recipe tunes it on the data set."""
     return TrainedModel(name, "tune_qa", False, dataset) if name in PAPER and dataset in TUNING_SPLITS else None
 
 
@@ -129,7 +109,7 @@ def trained_on(path: str, dataset: str) -> str:
 
 
 def models_to_train(paths: Iterable[str]) -> list[TrainedModel]:
-    """The models of some paths that are not there, and the LMs that they start from, in the order of training.
+    """The models of some paths that are missing, and the LMs that they start from, in the order of training.
 
     Raises:
         ConfigError: for a path that is none of a trained model.
@@ -151,8 +131,7 @@ class Plan:
         paper: data sets of the paper's scale.
         newswire: True if the tiny scale runs it, on newswire.
         scaled: True if its command has the option --scale.
-        tiny_arguments: further arguments on newswire.
-        paper_arguments: further arguments at the paper's scale.
+        tiny_arguments, paper_arguments: further arguments on newswire, and at the paper's scale.
         own_model: True if the model that it evaluates at the paper's scale is trained on the step's data set.
         trained_on: the data set of the option --trained-on at the paper's scale; empty without such an option.
     """
@@ -173,7 +152,6 @@ class Step:
 
     Attributes:
         name: name of the experiment, and of the data set unless it is newswire; unique among the steps.
-        experiment: name of the experiment.
         arguments: arguments of its command, without --output.
         missing: the reason why the step cannot run; empty if it can.
     """
@@ -231,15 +209,10 @@ PLANS = (
 
 
 def steps(scale: Scale, data: Path | None, seed: int) -> list[Step]:
-    """Lists all steps of one scale. The tiny scale runs on newswire, the paper's on its data sets.
+    """All steps of one scale. The tiny scale runs on newswire, the paper's on its data sets.
 
     Args:
-        scale: `tiny` or `paper`.
         data: a folder with a folder for each data set, or for some of them; for the paper's scale alone.
-        seed: random seed of all steps.
-
-    Raises:
-        ConfigError: if the folder has none of the data sets, or is given at the tiny scale.
     """
     if scale == "tiny":
         if data is not None:
@@ -308,14 +281,7 @@ def _argument(step: Step, option: str) -> str | None:
 
 
 class StepRecord(Config):
-    """The outcome of one step.
-
-    Attributes:
-        name: unique name of the step; its result is `<name>.json`.
-        experiment: name of its experiment.
-        status: `done`, `failed` or `not run`.
-        reason: why it failed or was not run; empty if done.
-    """
+    """The outcome of one step; its result is `<name>.json`, and `reason` tells why it failed or was not run."""
 
     name: str
     experiment: str
@@ -329,11 +295,7 @@ def write_records(folder: Path, records: Sequence[StepRecord]) -> None:
 
 
 def read_records(folder: Path) -> list[StepRecord]:
-    """Reads the records of a folder of results; none if `eval.paper` has not run there.
-
-    Raises:
-        DataError: if their file is damaged.
-    """
+    """Reads the records of a folder of results; none if `eval.paper` has not run there."""
     path = folder / RECORDS
     if not path.exists():
         return []

@@ -33,8 +33,7 @@ from mac_rag.lm.prompt import FittedPrompt
 from mac_rag.progress import progress_bar
 from mac_rag.retrieval import Hit, Retriever
 
-# Batches that are generated between two writes of kept answers: few enough to lose little.
-_GROUP = 4
+_GROUP = 4  # batches between two writes of kept answers: few enough to lose little
 _TIMES_UNUSED = ", times unused"  # after the name of a row
 
 
@@ -57,7 +56,6 @@ def run_protocol(
     kept: KeptAnswers | None = None,
     batch_size: int = 32,
     seed: int = 0,
-    progress: bool = False,
 ) -> Outcome:
     """Adapts an engine to a stream and asks its questions with and without memory and retrieved documents.
 
@@ -66,27 +64,23 @@ def run_protocol(
     shortened, and the row counts such prompts. Each row has its costs (`eval.harness.costs`).
 
     If questions have a moment, each row but the LM alone comes twice: with all documents, and `dated`, as of the moment
-    of each question. `dates_f1` of the second is its gain in F1 over the first. If the model knows of times by itself,
-    a row of its memory that does not use them comes first, and `dates_f1` of the other rows of memory alone is the
-    gain over that.
+    of each question. `dates_f1` of the second is its gain in F1 over the first. If the model itself uses times, a row
+    of its memory that does not comes first, and `dates_f1` of the other rows of memory alone is the gain over that.
 
     Args:
         engine: an engine with an empty bank and no retriever.
-        dataset: the stream.
         retrievers: empty retrievers by the name that their rows get.
         ks: numbers of documents to retrieve.
         memory_weights: values of lambda (see `mac_rag.lm.decoding`), each for a row with retriever and memory. Empty
             for one such row with the engine's memory weight.
         kept: answers of this model and stream so far; new answers are added. None: answers are kept for this call only.
-        batch_size: questions of one generation.
         seed: random seed of the bootstrap.
-        progress: shows progress bars.
 
     Raises:
         DocumentError: for a document or question that the model cannot take.
     """
-    adaptation = adapt(engine, dataset.documents, progress=progress)
-    table = _Table(engine, dataset, kept or KeptAnswers(), batch_size, seed, progress)
+    adaptation = adapt(engine, dataset.documents)
+    table = _Table(engine, dataset, kept or KeptAnswers(), batch_size, seed)
     dated = any(question.as_of is not None for question in dataset.questions)
     if dated and engine.model.knows_times:
         table.ask("LM alone", {"MAC": engine.memory_weight}, times_used=False)
@@ -109,13 +103,7 @@ def run_protocol(
 
 @dataclass(frozen=True)
 class _Query:
-    """A question with the documents before it.
-
-    Attributes:
-        prompt: the question and the documents as they fit into the LM's window.
-        document_ids: ids of all retrieved documents, best first.
-        truncated: True if the prompt lacks a part of them.
-    """
+    """A question with its documents as they fit into the LM's window (`prompt`), and the ids of all retrieved ones."""
 
     prompt: Prompt
     document_ids: tuple[str, ...]
@@ -125,15 +113,12 @@ class _Query:
 class _Table:
     """The rows so far, and the verdicts on the answers of each."""
 
-    def __init__(
-        self, engine: MACEngine, dataset: QADataset, kept: KeptAnswers, batch_size: int, seed: int, progress: bool
-    ) -> None:
+    def __init__(self, engine: MACEngine, dataset: QADataset, kept: KeptAnswers, batch_size: int, seed: int) -> None:
         self.engine = engine
         self.dataset = dataset
         self.kept = kept
         self.batch_size = batch_size
         self.seed = seed
-        self.progress = progress
         self.rows: list[Row] = []
         self.verdicts: dict[str, list[Verdict]] = {}
         self._fitted: dict[Prompt, FittedPrompt] = {}
@@ -151,24 +136,22 @@ class _Table:
     ) -> None:
         """Adds the row without memory, and a row with memory for each weight, all of the same prompts.
 
-        Dated rows have names of their own, and come after those of the same names that are not; without a retriever,
+        Dated rows have names of their own, and come after the undated rows of the same names. Without a retriever,
         dates change nothing for the row without memory, which is not repeated.
 
         Args:
             without: name of the row without memory.
             with_memory: name of each row with memory, and its memory weight; None for the model's own.
             retriever: finds k documents for each question; None for questions alone.
-            k: number of documents; None without a retriever.
             dated: True to ask as of the moment of each question.
-            times_used: False for a row of the memory that knows of no time.
+            times_used: False for a row of a memory that ignores times.
         """
         queries = self._queries(retriever, k, dated, times_used)
         configured = self.engine.model.config.memory_weight
         weights = {name: configured if weight is None else weight for name, weight in with_memory.items()}
         suffix = (", dated" if dated else "") + ("" if times_used else _TIMES_UNUSED)
         baseline = without if retriever is None else f"{without}{suffix}"
-        if self.progress:
-            say(", ".join([baseline, *(f"{name}{suffix}" for name in weights)]), err=True)
+        say(", ".join([baseline, *(f"{name}{suffix}" for name in weights)]), err=True)
         with nullcontext() if times_used else self.engine.model.without_times():
             self._answer([query.prompt for query in queries], [None, *weights.values()])
         if baseline not in self.verdicts:
@@ -213,7 +196,7 @@ class _Table:
         return None if moment is None else KnownDocuments(self.engine.snapshot, moment_of(moment))
 
     def _row(self, name: str, queries: Sequence[_Query], k: int | None, weight: float | None) -> Row:
-        """Makes the row of answered queries with a memory weight, or without memory for None."""
+        """The row of answered queries with a memory weight, or without memory for None."""
         questions = self.dataset.questions
         generated = [answer for query in queries if (answer := self.kept.find(query.prompt, weight))]
         answers = [
@@ -235,7 +218,7 @@ class _Table:
             for together in [lacking] if prompt.contexts else [(weight,) for weight in lacking]:
                 missing.setdefault(together, []).append(prompt)
         missing.pop((), None)
-        with progress_bar("answer", sum(map(len, missing.values())), disable=not self.progress) as bar:
+        with progress_bar("answer", sum(map(len, missing.values()))) as bar:
             for together, pending in missing.items():
                 # Batches of similar length.
                 pending.sort(key=lambda prompt: len(prompt.question) + sum(map(len, prompt.contexts)))
@@ -300,14 +283,14 @@ def _by_moment(moments: Sequence[str | None]) -> dict[str | None, list[int]]:
     return places
 
 
-def adapt(engine: MACEngine, documents: Sequence[Document], *, progress: bool = False) -> Adaptation:
+def adapt(engine: MACEngine, documents: Sequence[Document]) -> Adaptation:
     """Adapts an engine to documents, in chunks if one exceeds the model's limit, and times it.
 
     Raises:
         DocumentError: for an empty document.
     """
     began = time.perf_counter()
-    report = engine.adapt(documents, on_long="chunk", progress=progress)
+    report = engine.adapt(documents, on_long="chunk", progress=True)
     seconds = time.perf_counter() - began
     chunked = sum(entry.rows > 1 for entry in engine.bank)
     return Adaptation(documents=len(documents), rows=report.rows, chunked=chunked, seconds=seconds)
@@ -331,12 +314,9 @@ def judge(questions: Sequence[Question], answers: Sequence[Answer]) -> list[Verd
 def summarize(
     name: str, questions: Sequence[Question], verdicts: Sequence[Verdict], documents: int, k: int | None, seconds: float
 ) -> Row:
-    """Makes the row of a table: the means of the verdicts on each question.
+    """The row of a table: the means of the verdicts on at least one question.
 
     Args:
-        name: name of the row.
-        questions: at least one.
-        verdicts: one for each question.
         documents: number of documents in the stream.
         k: number of documents retrieved for each question; None without a retriever. The figures of retrieval are those
             of the questions which name their document.
@@ -366,7 +346,7 @@ def summarize(
 
 
 def samples(questions: Sequence[Question], verdicts: dict[str, list[Verdict]]) -> tuple[Sample, ...]:
-    """Makes a sample of each question, with the verdicts of all rows by their names."""
+    """A sample of each question, with the verdicts of all rows by their names."""
     return tuple(
         Sample.of(question, {name: column[index] for name, column in verdicts.items()})
         for index, question in enumerate(questions)
@@ -374,7 +354,7 @@ def samples(questions: Sequence[Question], verdicts: dict[str, list[Verdict]]) -
 
 
 def some_questions(dataset: QADataset, count: int | None, seed: int) -> QADataset:
-    """Keeps at most `count` questions of a data set, drawn by the seed, in the order of the stream."""
+    """The data set with at most `count` of its questions, drawn by the seed, in the order of the stream."""
     if count is None or count >= len(dataset.questions):
         return dataset
     drawn = sorted(random.Random(seed).sample(range(len(dataset.questions)), count))

@@ -34,26 +34,15 @@ if TYPE_CHECKING:
 
 SCHEMA_VERSION = 3
 _LARGEST = 1 << 30  # bytes of a result, and of its samples
-PACKAGES = (
-    "mac-rag",
-    "torch",
-    "transformers",
-    "tokenizers",
-    "safetensors",
-    "numpy",
-    "rank-bm25",
-    "PyStemmer",
-)
-# Measures of a row that asks as of the moments of its questions: the gain in F1 over the row without, and its interval.
+PACKAGES = ("mac-rag", "torch", "transformers", "tokenizers", "safetensors", "numpy", "rank-bm25", "PyStemmer")
+# Measures of a dated row: its gain in F1 over the undated row, and the interval of the gain.
 BY_DATES = ("dates_f1", "dates_f1_low", "dates_f1_high")
 
 
 class Verdict(Config):
-    """The answer of one row to one question, and its scores.
+    """The answer of one row to one question, and its scores, 0 to 1, against the accepted answer that fits best.
 
     Attributes:
-        prediction: the answer.
-        em, f1, em_prefix: scores against the accepted answer that fits best, 0 to 1.
         retrieved: ids of the retrieved documents, best first.
         truncated: True if documents were shortened to fit into the LM's window.
     """
@@ -70,9 +59,7 @@ class Sample(Config):
     """One question with the answers of all rows.
 
     Attributes:
-        id, question, answers, document_id: the question, its accepted answers, and the id of its document, if it names
-            one.
-        as_of: the moment of the question; None for one that has none.
+        id, question, answers, document_id, as_of: those of the question.
         rows: the verdict on the answer of each row, by the row's name.
         hash: sha256 of all other fields, without a moment that is None.
     """
@@ -120,16 +107,15 @@ class Gain(Config):
 
 
 class Row(Config):
-    """One row of a table, or one point of a figure. A field without meaning for the row is None or empty.
+    """One row of a table, or one point of a figure. Fields that do not apply to the row are None or empty.
 
     Attributes:
         name: unique name of the row in its result.
         settings: the settings that distinguish the row, by short names: method, M, p, K, retriever ...
-        measures: further figures, by names that end in their unit if they have one: `peak_mb`,
-            `seconds_per_document`, `perplexity_unseen`, ...
+        measures: further figures, by names that end in their unit if they have one: `peak_mb`, `seconds_per_document`,
+            `perplexity_unseen`, ...
         k: number of documents retrieved for each question.
-        documents: number of documents in the stream.
-        questions: number of questions.
+        documents, questions: their numbers in the stream.
         em, f1, em_prefix: means over the questions, 0 to 1.
         substring: share of the answers that contain an accepted one, 0 to 1.
         recall_at_k: share of the questions whose document was retrieved, 0 to 1.
@@ -164,9 +150,8 @@ class Adaptation(Config):
     """Size and time of the adaptation to the stream.
 
     Attributes:
-        documents: number of documents.
         rows: number of rows of memory tokens written: one for each chunk of a document.
-        chunked: number of documents longer than the model's limit, which were chunked.
+        chunked: number of documents longer than the model's limit.
         seconds: time of encoding the documents and writing them.
     """
 
@@ -187,15 +172,7 @@ class Data(Config):
 
 
 class Model(Config):
-    """The model that was evaluated.
-
-    Attributes:
-        name: its name or path.
-        fingerprint: `MACModel.fingerprint`: which banks it can read.
-        answer_digest: `MACModel.answer_digest`: everything in it that changes an answer.
-        device: the device that it ran on.
-        config: its configuration.
-    """
+    """The model that was evaluated; `MACModel.fingerprint` and `MACModel.answer_digest` identify it."""
 
     name: str
     fingerprint: str
@@ -270,10 +247,9 @@ class Result(Config):
     samples: SamplesFile | None = None
 
     def write(self, path: Path, samples: Sequence[Sample] = ()) -> Result:
-        """Writes the result as JSON and its samples beside it; each file is whole at any time.
+        """Writes the result as JSON, and its samples beside it; each file is whole at any time.
 
-        Returns:
-            The result as written, with the name of the file of samples.
+        Returns the result with the name of the file of samples.
         """
         written = self
         if samples:
@@ -288,11 +264,7 @@ class Result(Config):
 
     @classmethod
     def read(cls, path: Path) -> Self:
-        """Reads a result file.
-
-        Raises:
-            DataError: if it cannot be read, is no result, or has another schema version.
-        """
+        """Reads a result file."""
         try:
             values = read_json(path, _LARGEST, follow=True)
         except OSError as error:
@@ -313,11 +285,7 @@ class Result(Config):
             raise DataError(str(error)) from None
 
     def read_samples(self, path: Path) -> tuple[Sample, ...]:
-        """Reads the samples of this result, which was read from `path`; none if no questions were asked.
-
-        Raises:
-            DataError: if their file is missing, or is not the file that was written with the result.
-        """
+        """Reads the samples of this result, which was read from `path`; none if no questions were asked."""
         if self.samples is None:
             return ()
         file = path.with_name(Path(self.samples.name).name)
@@ -335,7 +303,7 @@ class Result(Config):
 
 
 def provenance(experiment: str) -> dict[str, Any]:
-    """Collects the fields of a `Result` about the run itself: experiment, time, command, versions and commit."""
+    """The fields of a `Result` about the run itself: experiment, time, command, versions and commit."""
     return {
         "experiment": experiment,
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -346,11 +314,9 @@ def provenance(experiment: str) -> dict[str, Any]:
 
 
 def result_path(output: Path | None, experiment: str) -> Path:
-    """Returns the path of the result file. Call it before long work, so that an unwritable path fails at once.
+    """The result file: --output, or `results/<experiment>-<time>.json`.
 
-    Args:
-        output: the value of --output; None for `results/<experiment>-<time>.json`.
-        experiment: name of the module.
+    Call it before long work, so that an unwritable path fails at once.
 
     Raises:
         ConfigError: if no file can be written there.
@@ -358,13 +324,22 @@ def result_path(output: Path | None, experiment: str) -> Path:
     path = output or Path("results") / f"{experiment}-{datetime.now():%Y%m%d-%H%M%S}.json"
     if path.is_dir():
         raise ConfigError(f"--output {path} is a folder; give the name of a file")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"--output {path} cannot be written: {error.strerror}") from None
-    if not os.access(path.parent, os.W_OK):
-        raise ConfigError(f"--output {path} cannot be written: no permission in {path.parent}")
+    writable_folder(path.parent, "--output")
     return path
+
+
+def writable_folder(folder: Path, option: str) -> None:
+    """Creates a folder if missing. Call it before long work, so that an unwritable folder fails at once.
+
+    Raises:
+        ConfigError: if no file can be written there; names the option.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"{option}: {folder} cannot be written: {error.strerror}; give another folder") from None
+    if not os.access(folder, os.W_OK):
+        raise ConfigError(f"{option}: {folder} cannot be written: no permission; give another folder")
 
 
 def _versions() -> dict[str, str]:
@@ -378,7 +353,7 @@ def _versions() -> dict[str, str]:
 
 
 def checkout() -> Commit | None:
-    """Finds the commit of the checkout that tracks this file; None for a copy that no checkout tracks."""
+    """The commit of the checkout that tracks this file; None for a copy that no checkout tracks."""
     try:
         _git("ls-files", "--error-unmatch", Path(__file__).name)
         return Commit(commit=_git("rev-parse", "HEAD").strip(), dirty=bool(_git("status", "--porcelain").strip()))

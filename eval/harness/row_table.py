@@ -77,4 +77,4 @@ def _percent(figure: float | None) -> str:
 
 
 def _gain(gain: Interval | None) -> str:
-    return "-" if gain is None else f"{100 * gain.mean:+.1f} ({100 * gain.low:+.1f}, {100 * gain.high:+.1f})"
+    return "-" if gain is None else gain.percent

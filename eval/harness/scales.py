@@ -35,7 +35,7 @@ class Setup:
     """The model and the sizes of one experiment at one scale; the command's options override them.
 
     Attributes:
-        model: name or folder of a MAC model; a preset's name where the experiment trains models itself.
+        model: name or folder of a MAC model; a preset's name if the experiment trains models itself.
         documents: documents of the test stream, from its beginning.
         questions: at most this many questions, drawn by the seed; None for all.
         lm: folder of the unquantised LM that the model was made around, from which baselines start; None for the
@@ -78,7 +78,7 @@ TINY_SCALE: dict[str, Setup] = {
     "quantization": Setup("mac-tiny", 256),
     "conflict": Setup("mac-tiny", 1665, 128),
 }
-# What pipelines.tune_qa leaves of GPT2-XL. MAC is trained around it in 4 bit, and the baselines update it as it is.
+# GPT2-XL, tuned by pipelines.tune_qa. MAC is trained around it in 4 bit; the baselines update it without quantisation.
 _XL = "runs/gpt2-xl/tune_qa/best"
 # The models of the paper's tables and figures, and its streams of 1,665 documents.
 PAPER_SCALE: dict[str, Setup] = {
@@ -87,9 +87,8 @@ PAPER_SCALE: dict[str, Setup] = {
     "retention": Setup("runs/gpt2-xl/train/best", 1600, lm=_XL),  # figure 3
     "dropout_memory": Setup("llama2-7b", 1665),  # table 3, on StreamingQA; figure 4 is of GPT2-XL (--model gpt2-xl)
     "hierarchical": Setup("runs/gpt2-xl/train/best", 1665),  # figure 5, on ArchivalQA-Seq
-    "cross_attention": Setup(
-        "runs/gpt2-large/train/best", 1665, 25
-    ),  # figure 6, on StreamingQA, a mean of 25 questions
+    # Figure 6, on StreamingQA, a mean of 25 questions.
+    "cross_attention": Setup("runs/gpt2-large/train/best", 1665, 25),
     # Figure 7, on StreamingQA: 75 % of its stream are the paper's 1,250 entries.
     "reduction": Setup("runs/llama2-7b/train/best", 1665),
     "peft": Setup("gpt2-xl", 1665),  # table 4, on StreamingQA, without FiLM

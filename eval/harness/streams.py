@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -25,10 +25,7 @@ DataOption = Annotated[
 ]
 ModelByScale = Annotated[
     str | None,
-    typer.Option(
-        help=MODEL_HELP,
-        show_default="mac-tiny; at the paper's scale, what its recipe leaves under runs/",
-    ),
+    typer.Option(help=MODEL_HELP, show_default="mac-tiny; at the paper's scale, what its recipe leaves under runs/"),
 ]
 TrainedModel = Annotated[
     str | None,
@@ -58,9 +55,6 @@ def named_data(data: str) -> tuple[str, Path]:
     """Parses `--data` into name and path: `streamingqa:/corpora/sqa`, or `data/streamingqa` for short.
 
     A file or folder of another name is the user's own data, `own:PATH`, and so is `hub:OWNER/NAME`.
-
-    Raises:
-        ConfigError: if it names no data set.
     """
     from mac_rag.data import SPLITS
     from mac_rag.data.readers import HUB
@@ -83,9 +77,16 @@ def named_data(data: str) -> tuple[str, Path]:
 
 
 def open_stream(
-    data: str | None, split: str, documents: int | None, questions: int | None = None, *, seed: int, scale: Scale
+    data: str | None,
+    split: str,
+    documents: int | None,
+    questions: int | None = None,
+    *,
+    seed: int,
+    scale: Scale,
+    columns: Mapping[str, str] | None = None,
 ) -> tuple[QADataset, str]:
-    """Opens the first documents of a stream with their questions.
+    """Opens the first documents of a stream with their questions; returns it with its folder, or "generated".
 
     Args:
         data: the value of `--data`; None for generated newswire.
@@ -93,11 +94,8 @@ def open_stream(
         documents: number of documents, from the beginning of the stream; None for all of a data set, and a sample of
             newswire.
         questions: at most this many of their questions, drawn by the seed; None for all.
-        seed: random seed of the generated stream and of the drawn questions.
         scale: the paper's scale needs `data`.
-
-    Returns:
-        The stream, and where it comes from: a folder, or "generated".
+        columns: for data of the user's own, field -> column, if a column has another name than the field.
 
     Raises:
         ConfigError: if `data` names no data set, or is None at the paper's scale.
@@ -109,7 +107,7 @@ def open_stream(
 
     if data is not None:
         name, path = named_data(data)
-        dataset, source = load_dataset(name, split, path, documents=documents), str(path)
+        dataset, source = load_dataset(name, split, path, documents=documents, columns=columns), str(path)
         for note in dataset.notes:
             say(note, err=True)
     elif scale == "paper":
@@ -120,11 +118,7 @@ def open_stream(
 
 
 def write_once(path: Path, make: Callable[[], QADataset]) -> None:
-    """Writes a data set in the format of ArchivalQA, unless the file exists; the file is whole at any time.
-
-    Args:
-        path: a CSV file; its folder is made if it does not exist.
-        make: makes the data set; called only if the file does not exist.
+    """Writes a data set as CSV in the format of ArchivalQA, unless the file exists; the file is whole at any time.
 
     Raises:
         DataError: if the format cannot hold the data set.

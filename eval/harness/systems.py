@@ -5,19 +5,14 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
 
 from torch import nn
 
 from eval.harness.protocol import judge, summarize
+from eval.harness.results import Row, Verdict
+from mac_rag.data.types import Document, Question
 from mac_rag.engine import Answer, MACEngine
-from mac_rag.progress import progress_bar
-
-if TYPE_CHECKING:
-    from eval.harness.results import Row, Verdict
-    from mac_rag.data.types import Document, Question
-    from mac_rag.lm.base_lm import BaseLM
-    from mac_rag.model import MACModel
+from mac_rag.model import MACModel
 
 
 class System(ABC):
@@ -51,12 +46,7 @@ class System(ABC):
 
 
 class MACSystem(System):
-    """MAC: documents into the memory bank, answers from memory alone.
-
-    Args:
-        model: a trained model.
-        batch_size: questions of one generation.
-    """
+    """MAC: documents into the memory bank, answers from memory alone."""
 
     name = "MAC"
 
@@ -72,42 +62,8 @@ class MACSystem(System):
         return [answer.text for answer in self._engine.answer(questions, batch_size=self._batch_size, progress=True)]
 
 
-def generate(base_lm: BaseLM, prompts: Sequence[Sequence[int]], *, max_new_tokens: int, batch_size: int) -> list[str]:
-    """Answers any number of prompts greedily, in batches of similar length.
-
-    Args:
-        base_lm: the LM.
-        prompts: token ids of each prompt.
-        max_new_tokens: limit of an answer's tokens.
-        batch_size: prompts of one generation.
-
-    Returns:
-        One answer for each prompt, in their order.
-    """
-    order = sorted(range(len(prompts)), key=lambda index: len(prompts[index]))
-    answers = [""] * len(prompts)
-    with progress_bar("answer", len(prompts)) as bar:
-        for first in range(0, len(order), batch_size):
-            batch = order[first : first + batch_size]
-            texts = base_lm.generate([prompts[i] for i in batch], None, max_new_tokens=max_new_tokens)
-            for index, text in zip(batch, texts, strict=True):
-                answers[index] = text
-            bar.advance(len(batch))
-    return answers
-
-
 def ask(name: str, system: System, questions: Sequence[Question], documents: int) -> tuple[Row, list[Verdict]]:
-    """Asks a system questions and scores its answers.
-
-    Args:
-        name: name of the row.
-        system: a system after its adaptation.
-        questions: at least one.
-        documents: number of documents that the system has adapted to.
-
-    Returns:
-        The row, and the verdict on each answer.
-    """
+    """Asks a system questions after its adaptation; returns the row, and the verdict on each answer."""
     began = time.perf_counter()
     texts = system.answer([question.question for question in questions])
     seconds = time.perf_counter() - began

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 from filelock import FileLock
@@ -22,6 +22,7 @@ from filelock import FileLock
 from eval.harness.command import report
 from eval.harness.paper_plan import tuned_lm
 from eval.harness.protocol import judge, samples, summarize
+from eval.harness.results import Row, Verdict
 from eval.harness.scales import Scale, Setup
 from eval.harness.streams import named_data, open_stream, write_once
 from mac_rag.atomic_files import write_folder
@@ -40,9 +41,6 @@ from pipelines.recipe import keep_recipe, load_recipe
 from pipelines.tasks.train import TrainTask
 from pipelines.tasks.train_config import TrainConfig
 from pipelines.trainer import Trainer
-
-if TYPE_CHECKING:
-    from eval.harness.results import Row, Verdict
 
 Part = Literal["amortization", "aggregation", "modulation"]
 STEPS = 250  # about a minute on one core
@@ -70,7 +68,6 @@ class Variant:
 
     Attributes:
         name: name of its row in the table.
-        recipe: the recipe of its training.
         settings: further settings of its row; `method` is the name unless it is among them.
         measures: figures of its row that were measured before.
     """
@@ -90,9 +87,8 @@ class Training:
         data: the value of `--data`; None for newswire, each story cut to its first sentence.
         runs: folder of the trained models; equal variants are trained once, and an interrupted training continues.
         seed: random seed of data and training.
-        steps: steps of each training; None for the scale's.
+        steps, learning_rate: those of each training; None for the scale's.
         scale: `tiny` or `paper`.
-        learning_rate: learning rate of each training; None for the scale's.
 
     Raises:
         ConfigError: if the model is no preset at the paper's scale, or there is no data at that scale.
@@ -113,7 +109,7 @@ class Training:
                 raise ConfigError("--scale paper trains on the paper's data sets; give one with --data")
 
     def recipe(self, fresh: Part | None, changes: Mapping[str, Any] | None = None) -> TrainConfig:
-        """Makes the recipe of one variant.
+        """The recipe of one variant.
 
         Args:
             fresh: the part that is initialized anew at the tiny scale; None for none.
@@ -161,7 +157,7 @@ class Training:
 
 
 def stories(split: str, count: int, seed: int) -> QADataset:
-    """Makes newswire stories of one sentence, the lead that names the subject and one fact, with one question each."""
+    """Newswire stories of one sentence, the lead that names the subject and one fact, with one question each."""
     whole = generate(split, count, seed=seed, questions_per_document=4, update_rate=0.0)
     leads = [re.split(r"(?<=[.!?])\s+(?=[A-Z])", document.text)[1] for document in whole.documents]
     documents = [Document(document.id, lead, document.metadata) for document, lead in zip(whole.documents, leads)]
@@ -178,10 +174,6 @@ def grafted(config: MACConfig, trained: Path, fresh: Part | None, folder: Path, 
         fresh: the part with new weights, initialized as for training from scratch; its frozen weights are kept. None
             for no part.
         folder: folder of such checkpoints.
-        seed: random seed of the new weights.
-
-    Returns:
-        The folder of the checkpoint.
     """
     place = folder / _digest(config.model_dump_json(), str(trained.resolve()), str(fresh), str(seed))
     with _locked(place):
@@ -199,11 +191,7 @@ def grafted(config: MACConfig, trained: Path, fresh: Part | None, folder: Path, 
 
 
 def trained(recipe: TrainConfig, runs: Path) -> MACModel:
-    """Trains a model, continues an interrupted training, or loads the model of a finished one.
-
-    Args:
-        recipe: the recipe; equal recipes are trained once.
-        runs: folder of the trained models.
+    """Trains a model, or loads it if the training of an equal recipe is finished; an interrupted one continues.
 
     Raises:
         QuantizationError: if this machine cannot train the model.
@@ -232,12 +220,8 @@ def run_variants(
     """Trains variants, asks all of them the same questions from memory alone, and writes the result.
 
     Args:
-        experiment: name of the module.
-        variants: the variants to train.
         training: the training that made their recipes.
         setup: number of documents and questions of the test stream.
-        path: the result file.
-        batch_size: questions of one generation.
         options, notes, not_run: see `eval.harness.command.report`.
         further: rows that need no training.
     """
@@ -272,10 +256,8 @@ def run_variants(
 
 
 def evaluate(name: str, model: MACModel, dataset: QADataset, batch_size: int) -> tuple[Row, list[Verdict]]:
-    """Adapts a model to a stream and asks its questions, from memory alone.
-
-    Returns:
-        The row, and the verdict on each answer. The row has the measure `answer_loss`, see `answer_loss`.
+    """Adapts a model to a stream and asks its questions from memory alone; the row has the measure `answer_loss`, see
+    there.
     """
     engine = MACEngine(model)
     engine.adapt(dataset.documents, progress=True)

@@ -1,4 +1,4 @@
-"""`python -m eval.report`: one HTML page and one Markdown file of all results in some folders."""
+"""`python -m eval.report`: one HTML page of all results in some folders."""
 
 from __future__ import annotations
 
@@ -14,13 +14,10 @@ from mac_rag.cli.terminal import say
 def main(
     results: Annotated[list[Path], typer.Argument(help="Folders of result files, such as eval.paper makes.")],
     output: Annotated[
-        Path | None,
-        typer.Option(
-            help="The HTML page; the Markdown file is beside it.", show_default="report.html in the first folder"
-        ),
+        Path | None, typer.Option(help="The HTML page.", show_default="report.html in the first folder")
     ] = None,
 ) -> None:
-    """Make one self-contained HTML page and a Markdown file of all results: tables, plots, and the paper's findings.
+    """Make one self-contained HTML page of all results: tables, plots, and the paper's findings.
 
     Of several results of one experiment, model, scale and data set, the report shows the newest.
     """
@@ -29,40 +26,25 @@ def main(
     path = output or results[0] / "report.html"
     if path.suffix != ".html":
         raise ConfigError(f"--output must end in .html, got {path}")
-    for file in write_report(results, path):
-        say(f"Report: {file}")
+    write_report(results, path)
 
 
-def write_report(folders: list[Path], path: Path) -> list[Path]:
-    """Writes the page and the Markdown file.
-
-    Args:
-        folders: folders of results.
-        path: the HTML page; the Markdown file is beside it.
-
-    Returns:
-        The paths of both files.
+def write_report(folders: list[Path], path: Path) -> None:
+    """Writes the HTML page of all results in some folders, and shows its path.
 
     Raises:
         DataError: if the folders hold no result.
-        ConfigError: if a file cannot be written.
+        ConfigError: if the folder of the page cannot be written.
     """
+    from eval.harness.results import writable_folder
     from eval.report.collect import collect
-    from eval.report.markdown import markdown
     from eval.report.page import page
     from mac_rag.atomic_files import write_text
-    from mac_rag.errors import ConfigError
 
-    collection = collect(folders)
-    written = []
-    for file, text in ((path, page(collection)), (path.with_suffix(".md"), markdown(collection))):
-        try:
-            file.parent.mkdir(parents=True, exist_ok=True)
-            write_text(file, text)
-        except OSError as error:
-            raise ConfigError(f"--output {file} cannot be written: {error.strerror}") from None
-        written.append(file)
-    return written
+    text = page(collect(folders))
+    writable_folder(path.parent, "--output")
+    write_text(path, text)
+    say(f"Report: {path}")
 
 
 if __name__ == "__main__":

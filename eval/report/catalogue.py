@@ -15,10 +15,7 @@ class Experiment:
 
     Attributes:
         name: name of the module, `eval.<name>`.
-        title: title of the section.
         source: table or figure of the paper; empty for an experiment that the paper does not have.
-        question: the question of the experiment, in a sentence or two.
-        plots: plots of its results.
         drawn_only: a setting; rows that have it are points of a plot and not in the table.
     """
 
@@ -46,7 +43,7 @@ CATALOGUE = (
             name,
             f"{title}: the memory with and without retrieval",
             source,
-            "Documents put in front of the question by a retriever, alone and together with the memory.",
+            "A retriever puts documents before the question, alone and together with the memory.",
             _SCORED,
         )
         for name, title, source in (
@@ -120,13 +117,7 @@ CATALOGUE = (
         "The memory can modulate the LM by P-tuning v2 prefixes, by LoRA, or by FiLM.",
         _SCORED,
     ),
-    Experiment(
-        "ood",
-        "Out of distribution",
-        "Table 5",
-        "Trained on one data set, adapted to another.",
-        _SCORED,
-    ),
+    Experiment("ood", "Out of distribution", "Table 5", "Trained on one data set, adapted to another.", _SCORED),
     Experiment(
         "perplexity",
         "Language modelling",
@@ -142,11 +133,7 @@ CATALOGUE = (
         _SCORED,
     ),
     Experiment(
-        "quantization",
-        "Quantised training",
-        "Table 8",
-        "What does training on a 4-bit base model cost?",
-        _SCORED,
+        "quantization", "Quantised training", "Table 8", "What does training on a 4-bit base model cost?", _SCORED
     ),
     Experiment(
         "bank_size",

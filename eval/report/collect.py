@@ -58,13 +58,7 @@ class ResultFile:
 
 @dataclass(frozen=True)
 class Collection:
-    """The content of a report.
-
-    Attributes:
-        files: the newest result of each experiment, scale, model and data set, in the order of the files' names.
-        refused: files that are no results of this version, each with the reason.
-        records: outcomes of the steps of `eval.paper`, if it ran.
-    """
+    """The newest result of each experiment, scale, model and data set; refused files, and outcomes of steps."""
 
     files: tuple[ResultFile, ...]
     refused: dict[Path, str]
@@ -76,11 +70,7 @@ class Collection:
 
 
 def collect(folders: Sequence[Path]) -> Collection:
-    """Reads all results in some folders; of results of the same kind, the newest counts.
-
-    Raises:
-        DataError: for a path that is no folder, or if no folder holds a result.
-    """
+    """Reads all results in some folders; of results of the same kind, the newest counts."""
     newest: dict[tuple[str | None, ...], ResultFile] = {}
     refused: dict[Path, str] = {}
     records: list[StepRecord] = []

@@ -35,19 +35,11 @@ NAMES = {
     "largest_distractor_mass": "attention to the strongest distractor",
     "gold_first": "gold document first",
 }
-UNITS = {
-    "mb": "MB",
-    "gb": "GB",
-    "seconds": "s",
-    "minutes": "min",
-    "percent": "%",
-    "ms": "ms",
-    "bytes": "bytes",
-}
+UNITS = {"mb": "MB", "gb": "GB", "seconds": "s", "minutes": "min", "percent": "%", "ms": "ms", "bytes": "bytes"}
 
 
 def figure(row: Row, name: str) -> float | None:
-    """Finds a figure of a row by its name; None if the row does not have it.
+    """A figure of a row in its unit; None if the row does not have it.
 
     It is a score in percent, a measure, or a setting or field that is a number.
     """

@@ -14,7 +14,7 @@ from eval.report.figures import figure, label, with_figure, written
 FINE_TUNING = ("Uniform", "Salient Spans", "CaMeLS")
 # Percent of the F1 that count as "most of the accuracy"; the paper keeps 93.2 % with subgroups of 16.
 MOST = 90.0
-# Relative difference between two measurements of one peak that an allocator may cause.
+# Relative difference that an allocator may cause between two measurements of one peak.
 SLACK = 0.01
 
 
@@ -23,8 +23,7 @@ class Check:
     """A finding checked on one result.
 
     Attributes:
-        held: number of comparisons that come out as in the paper.
-        of: number of all comparisons; 0 if the result lacks their rows.
+        held, of: comparisons that come out as in the paper, of all comparisons; 0 of 0 if the result lacks their rows.
         numbers: the compared figures, as text.
         where: data set and scale of the result.
     """
@@ -40,14 +39,7 @@ NOTHING = Check(0, 0, "", "")
 
 @dataclass(frozen=True)
 class Finding:
-    """A finding of the paper.
-
-    Attributes:
-        claim: the claim of the paper.
-        paper: the paper's own figures.
-        experiments: the experiments that it is checked on.
-        check: checks one result, of one data set.
-    """
+    """A claim of the paper with its own figures, and a check of it on the results of some experiments."""
 
     claim: str
     paper: str
@@ -78,11 +70,9 @@ def named(rows: Sequence[Row], *methods: str) -> list[Row]:
 def ahead(
     winners: tuple[str, ...], others: tuple[str, ...], value: str = "f1", *, less: bool = False, ties: bool = False
 ) -> Callable[[ResultFile], Check]:
-    """Makes a check that the best row of one method is ahead of every row of others.
+    """A check that the best row of one method (`winners`) is ahead of every row of others.
 
     Args:
-        winners: names of the method.
-        others: names of the other methods.
         value: name of the compared figure.
         less: True if less is better.
         ties: True if an equal figure is enough.

@@ -25,12 +25,7 @@ WIDTH = 7.4
 
 @dataclass(frozen=True)
 class Bars:
-    """A bar chart, one group of horizontal bars for each row.
-
-    Attributes:
-        values: names of the figures; each has its own bar.
-        caption: caption of the chart.
-    """
+    """A bar chart, one group of horizontal bars for each row, one bar for each figure."""
 
     values: tuple[str, ...]
     caption: str
@@ -64,7 +59,6 @@ class Lines:
 
     Attributes:
         x, y: names of the figures.
-        caption: caption of the chart.
         group: the setting whose values make the lines; None for a single line.
         log_x: base of a logarithmic x axis; None for a linear one.
         log_y: True for a logarithmic y axis.
@@ -140,14 +134,7 @@ class Lines:
 
 @dataclass(frozen=True)
 class Heat:
-    """Heat maps of one figure over two settings, one map for each value of a third setting.
-
-    Attributes:
-        x, y: the settings of the axes.
-        value: name of the figure.
-        facet: the setting whose values make the maps.
-        caption: caption of the maps.
-    """
+    """Heat maps of a figure (`value`) over two settings (`x`, `y`), one map for each value of a third (`facet`)."""
 
     x: str
     y: str
@@ -227,12 +214,7 @@ def _finish(axes: Any, grid: str | None) -> None:
 
 
 def svg(drawing: Figure, salt: str) -> str:
-    """Makes a drawing an `<svg>` element for a page with several.
-
-    Args:
-        drawing: a matplotlib figure.
-        salt: makes the element's ids differ from those of other drawings.
-    """
+    """Makes a drawing an `<svg>` element; `salt` makes its ids differ from those of other drawings on the page."""
     from matplotlib import rc_context
     from matplotlib.text import Text
 

@@ -1,4 +1,4 @@
-"""The content of both forms of the report: each experiment with its results, or the reason why it has none."""
+"""The content of the report: each experiment with its results, or the reason why it has none."""
 
 from __future__ import annotations
 
@@ -15,13 +15,7 @@ MARKS = {"yes": "findings hold", "no": "do not hold", "partly": "hold in part", 
 
 @dataclass(frozen=True)
 class Section:
-    """The section of one experiment.
-
-    Attributes:
-        experiment: the experiment.
-        results: its results; empty if there is none.
-        absent: reasons of its steps that have no result.
-    """
+    """The section of one experiment: its results, and the reasons of its steps that have none."""
 
     experiment: Experiment
     results: tuple[ResultFile, ...]

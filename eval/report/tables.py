@@ -10,13 +10,12 @@ from functools import cache
 from importlib.resources import files
 from typing import Any
 
-from eval.harness.bootstrap import Interval
 from eval.harness.results import Result, Row
 from eval.report.catalogue import Experiment
 from eval.report.figures import SCORES, column, figure, label, written
 from mac_rag.config import Config
 
-# Our names of what the paper calls otherwise, both normalised by `_plain`.
+# Our names -> the names of the paper, if they differ; both normalised by `_plain`.
 SAME = {
     "llama27bhf": "llama27b",
     "squadseq": "squad",
@@ -46,7 +45,7 @@ class Table:
 
 
 def table(result: Result, experiment: Experiment) -> Table:
-    """Makes the table of a result: every figure that any of its rows has, with the best scores marked."""
+    """The table of a result: every figure that any of its rows has, with the best scores marked."""
     rows = [row for row in result.rows if not experiment.drawn_only or experiment.drawn_only not in row.settings]
     paper: list[dict[str, float]] = [_published(result, row) for row in rows]
     columns: list[tuple[str, list[Cell]]] = []
@@ -55,7 +54,7 @@ def table(result: Result, experiment: Experiment) -> Table:
         columns.append(
             (f"paper {label(name)}", [Cell(written(name, figures.get(name)), paper=True) for figures in paper])
         )
-    gains = [Cell(_gain(row.gain.f1 if row.gain else None)) for row in rows]
+    gains = [Cell(row.gain.f1.percent if row.gain else "–") for row in rows]
     columns.append(("F1 gained by the memory (95 %)", gains))
     shown = [(header, cells) for header, cells in columns if any(cell.text != "–" for cell in cells)]
     lines = zip([Cell(row.name) for row in rows], *(cells for _, cells in shown))
@@ -84,12 +83,6 @@ def _figures(rows: Sequence[Row], name: str) -> list[Cell]:
     best = top if name in ("em", "f1") and len(rows) > 1 and top > 0 else None
     texts = column(name, values)
     return [Cell(text, best=best is not None and value == best) for text, value in zip(texts, values)]
-
-
-def _gain(gain: Interval | None) -> str:
-    if gain is None:
-        return "–"
-    return f"{100 * gain.mean:+.1f} ({100 * gain.low:+.1f}, {100 * gain.high:+.1f})"
 
 
 class Published(Config):

@@ -1239,7 +1239,9 @@ class MemoryBank(Contents):
         with suppress(BankError, OSError):  # it is a convenience
             if self.layout.summary or self.layout.lexical_vectors:
                 summaries = Summaries.cat(list(self.overview()))
-                write_keys_file(self._database.path, (state.settings.version, state.writer), state.directory, summaries)
+                commit, shape = (state.settings.version, state.writer), state.settings.shape
+                width = self.layout.lexical_vectors * shape[1] if shape else 0
+                write_keys_file(self._database.path, commit, state.directory, summaries, width)
 
     def refresh(self) -> bool:
         """Moves a bank that is open for reading to the last commit, also to that of a backup that was put in its place.

@@ -150,12 +150,14 @@ class Connection:
     Args:
         path: the file.
         write: True to change it.
+        durable: False if nothing needs to be there after a crash.
     """
 
-    def __init__(self, path: Path, *, write: bool = False) -> None:
+    def __init__(self, path: Path, *, write: bool = False, durable: bool = True) -> None:
         self.path = path
         self._writes = write
         self._process = os.getpid()
+        self._synchronous = "FULL" if durable else "OFF"
         self._turn = threading.RLock()
         with database_errors(path, "opened"):
             self._connection = self._connect("rw")
@@ -193,10 +195,16 @@ class Connection:
         connection = self._connection
         connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, _LARGEST_VALUE)
         connection.setlimit(sqlite3.SQLITE_LIMIT_ATTACHED, 0)
-        for setting in ("trusted_schema = OFF", "cell_size_check = ON", "mmap_size = 0", "cache_size = -16384"):
+        for setting in (
+            f"synchronous = {self._synchronous}",
+            "trusted_schema = OFF",
+            "cell_size_check = ON",
+            "mmap_size = 0",
+            "cache_size = -16384",
+        ):
             connection.execute(f"PRAGMA {setting}")
         if write:
-            for setting in ("journal_mode = WAL", "synchronous = FULL", "foreign_keys = ON", "secure_delete = ON"):
+            for setting in ("journal_mode = WAL", "foreign_keys = ON", "secure_delete = ON"):
                 connection.execute(f"PRAGMA {setting}").fetchall()
         else:
             connection.execute("PRAGMA query_only = ON")
@@ -242,7 +250,7 @@ class Connection:
         """
         with self._turn, database_errors(self.path, f"copied to {path}"):
             if self._writes and self.in_transaction:  # SQLite's backup would wait for the end of the transaction
-                _new_file(path)
+                _new_file(path, [])
                 with closing(sqlite3.connect(path, isolation_level=None)) as target:
                     _copy_rows(self._connection, target)
                 return
@@ -330,15 +338,13 @@ class Database:
         self._idle = _Idle()
         self.writer: Connection | None = None
         try:
-            check_format(self._first())  # before a connection that writes makes a log for whatever file it is
+            if folder is None:
+                check_format(self._first())  # before a connection that writes makes a log for whatever file it is
             if lock is not None or folder is not None:
-                self.writer = Connection(path, write=True)
+                self.writer = Connection(path, write=True, durable=folder is None)
         except BaseException:
             self.close()
             raise
-        if self.is_temporary:
-            assert self.writer is not None
-            self.writer.write("PRAGMA synchronous = OFF")  # nobody opens it after this process has ended
 
     def _first(self) -> Connection:
         connection = Connection(self.path)
@@ -386,10 +392,10 @@ class Database:
             with database_errors(path, "written to"):
                 _remove(unfinished)
                 if source is None:
-                    _new_file(unfinished)
+                    _new_file(unfinished, settings)
                 else:
                     source.copy_to(unfinished)
-                _put_settings(unfinished, settings)
+                    _put_settings(unfinished, settings)
                 if exists(path):
                     raise BankError(f"{path} has come meanwhile; choose another name")
                 _remove(path)  # the log of a bank that was removed would become a part of this one
@@ -409,8 +415,7 @@ class Database:
         folder = tempfile.TemporaryDirectory(prefix="mac-rag-", ignore_cleanup_errors=True)
         path = Path(folder.name) / "bank"
         with database_errors(path, "written to"):
-            _new_file(path)
-            _put_settings(path, settings)
+            _new_file(path, settings, durable=False)
         return cls(path, None, folder)
 
     def pin(self) -> Pin:
@@ -544,15 +549,15 @@ def setting_rows(settings: Iterable[tuple[str, Any]]) -> list[tuple[str, str]]:
     return [(name, json.dumps(value)) for name, value in settings]
 
 
-def _new_file(path: Path) -> None:
+def _new_file(path: Path, settings: Iterable[tuple[str, Any]], *, durable: bool = True) -> None:
     """Writes a database without documents, in one file, on the disk."""
     os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
     connection = sqlite3.connect(path, isolation_level=None)
     try:
         for setting in (
+            f"synchronous = {'FULL' if durable else 'OFF'}",
             f"page_size = {_PAGE}",
             "auto_vacuum = INCREMENTAL",
-            "synchronous = FULL",
             f"application_id = {APPLICATION}",
             f"user_version = {SCHEMA_VERSION}",
         ):
@@ -560,6 +565,7 @@ def _new_file(path: Path) -> None:
         connection.execute("BEGIN")
         for statement in SCHEMA:
             connection.execute(statement)
+        connection.executemany(PUT_SETTING, setting_rows(settings))
         connection.execute("COMMIT")
     finally:
         connection.close()
@@ -576,6 +582,7 @@ def _copy_rows(source: sqlite3.Connection, target: sqlite3.Connection) -> None:
 
 
 def _put_settings(path: Path, settings: Iterable[tuple[str, Any]]) -> None:
+    """Changes settings of a database that nobody else uses yet."""
     connection = sqlite3.connect(path, isolation_level=None)
     try:
         connection.execute("PRAGMA synchronous = FULL")

@@ -21,10 +21,11 @@ from torch import Tensor
 from mac_rag.bank.database import KEYS, UNFINISHED
 from mac_rag.bank.directory import Dating, Directory, Timeline
 from mac_rag.bank.rows import Summaries
+from mac_rag.nn.prior import postings_of
 
 _COLUMNS = (
     "sequences", "rows", "members", "hashes", "dates", "superseded", "superseding",
-    "summaries", "counts", "places", "weights",
+    "summaries", "counts", "places", "weights", "posting_ends", "posting_rows", "posting_weights",
 )  # fmt: skip
 
 
@@ -46,6 +47,8 @@ class KeysFile:
 
     def summaries_of(self, row_keys: Tensor) -> Summaries:
         """Those of consecutive rows of the file, by their keys."""
+        if len(row_keys) == len(self.directory.row_keys):
+            return self.summaries
         first = int(torch.searchsorted(self.directory.row_keys, row_keys[0]))
         rows = slice(first, first + len(row_keys))
         counts = self.summaries.counts
@@ -61,16 +64,26 @@ def keys_path(bank: Path) -> Path:
     return bank.with_name(bank.name + KEYS)
 
 
-def write_keys_file(bank: Path, commit: tuple[int, str], directory: Directory, summaries: Summaries) -> None:
-    """Writes the keys of a commit, by its number and its writer.
+def write_keys_file(
+    bank: Path, commit: tuple[int, str], directory: Directory, summaries: Summaries, lexical_width: int
+) -> None:
+    """Writes the keys of a commit.
+
+    Args:
+        bank: file of the bank.
+        commit: number of the commit, and its writer.
+        directory: its entries.
+        summaries: what is read of every row.
+        lexical_width: numbers of the lexical vectors of a row.
 
     Raises:
         OSError: when the file cannot be written.
     """
     timeline, dating = directory.timeline, directory.timeline.dating
+    kept = (summaries.summaries, summaries.counts, summaries.places, summaries.weights.float())
     tensors = (
         directory.sequences, timeline.rows, timeline.members, timeline.hashes, dating.dates, dating.superseded,
-        dating.superseding, *summaries,
+        dating.superseding, *kept, *postings_of(*kept[1:], lexical_width),
     )  # fmt: skip
     columns = {name: tensor.contiguous() for name, tensor in zip(_COLUMNS, tensors, strict=True)}
     about = {"version": commit[0], "writer": commit[1], "crc": _crc(columns, commit)}
@@ -97,9 +110,12 @@ def read_keys_file(bank: Path) -> KeysFile | None:
             return None
     except (OSError, SafetensorError, ValueError, KeyError, TypeError, RuntimeError):
         return None
-    sequences, rows, members, hashes, dates, superseded, superseding, *summaries = columns.values()
+    sequences, rows, members, hashes, dates, superseded, superseding, summary, counts, places, weights, *postings = (
+        columns.values()
+    )
+    summaries = Summaries(summary, counts, places, weights, (postings[0], postings[1], postings[2]))
     timeline = Timeline(hashes, Dating(dates, superseded, superseding), members, rows)
-    return KeysFile(version, writer, Directory(sequences, timeline), Summaries(*summaries))
+    return KeysFile(version, writer, Directory(sequences, timeline), summaries)
 
 
 def remove_keys_file(bank: Path) -> None:

@@ -151,7 +151,8 @@ def _from_bank(
     dense, width = overview.prior_keys.dense, network.lexical_vectors * network.bank_norm.weight.shape[0]
     counts, places, weights = kept.counts.to(device), kept.places.to(device), kept.weights
     weights = weights.to(device, torch.promote_types(dense.dtype, torch.float32))
-    return overview._replace(prior_keys=PriorKeys(dense, counts, places, weights, width))
+    postings = kept.postings if weights.dtype == torch.float32 and device.type == "cpu" else None
+    return overview._replace(prior_keys=PriorKeys(dense, counts, places, weights, width, postings))
 
 
 def _overview(network: AggregationNetwork, summaries: Tensor, lexical: Tensor | None) -> Overview:

@@ -26,6 +26,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from torch import Tensor
 
 from mac_rag.errors import BankError
+from mac_rag.nn.prior import Postings
 from mac_rag.nn.product_quantizer import ProductQuantizer
 
 RowDtype: TypeAlias = Literal["fp32", "bf16", "int8", "pq"]
@@ -75,22 +76,22 @@ class Summaries(NamedTuple):
         counts: int32 `[n]`, the number of places of each row.
         places: int32 `[sum of counts]`.
         weights: `[sum of counts]`.
+        postings: the lexical vectors place by place (`mac_rag.nn.prior.postings_of`), where they are known.
     """
 
     summaries: Tensor
     counts: Tensor
     places: Tensor
     weights: Tensor
-
-    def part(self, mask: Tensor) -> Summaries:
-        """The rows where `mask` `[n]` is True."""
-        entries = mask.repeat_interleave(self.counts)
-        return Summaries(self.summaries[mask], self.counts[mask], self.places[entries], self.weights[entries])
+    postings: Postings | None = None
 
     @classmethod
     def cat(cls, parts: Sequence[Summaries]) -> Summaries:
         """Those of several parts, at least one, in order."""
-        return parts[0] if len(parts) == 1 else cls(*map(torch.cat, zip(*parts)))
+        if len(parts) == 1:
+            return parts[0]
+        summaries, counts, places, weights, _ = zip(*parts)
+        return cls(torch.cat(summaries), torch.cat(counts), torch.cat(places), torch.cat(weights))
 
 
 class RowLayout(BaseModel):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Sequence
 from functools import cached_property
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import torch
@@ -13,6 +13,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from mac_rag.nn.memory_tokens import MemoryTokens
+
+# The offsets of the places in the other two `[L + 1]`; documents, int32, and numbers, place after place.
+Postings: TypeAlias = tuple[Tensor, Tensor, Tensor]
 
 
 class DocumentPrior(nn.Module):
@@ -86,6 +89,19 @@ class DocumentPrior(nn.Module):
         return scores
 
 
+def postings_of(counts: Tensor, places: Tensor, weights: Tensor, width: int) -> Postings:
+    """For each place of the lexical parts, the documents that are not zero there, and their numbers there.
+
+    Args:
+        counts, places, weights, width: see `PriorKeys`.
+    """
+    small = places.numpy().astype(np.uint16 if width <= 1 << 16 else np.uint32)
+    order = torch.from_numpy(np.argsort(small, kind="stable"))  # a radix sort for 16 bits
+    documents = torch.arange(len(counts), dtype=torch.int32).repeat_interleave(counts)
+    ends = torch.nn.functional.pad(torch.bincount(places, minlength=width).cumsum(0), (1, 0))
+    return ends, documents[order], weights[order]
+
+
 class PriorKeys:
     """Keys of K documents, each `[dense, lexical]` of width P + L, without the zeros of the lexical parts.
 
@@ -102,9 +118,20 @@ class PriorKeys:
         places: `[sum of counts]`, int32, the indices of these numbers in the part; document after document.
         weights: `[sum of counts]`, the numbers, at least in float32.
         width: L; 0 without lexical parts.
+        postings: `postings_of` these, where they are known already.
     """
 
-    def __init__(self, dense: Tensor, counts: Tensor, places: Tensor, weights: Tensor, width: int) -> None:
+    def __init__(
+        self,
+        dense: Tensor,
+        counts: Tensor,
+        places: Tensor,
+        weights: Tensor,
+        width: int,
+        postings: Postings | None = None,
+    ) -> None:
+        if postings is not None:
+            self._postings = postings
         self.dense = dense
         self.counts = counts
         self.places = places
@@ -176,17 +203,8 @@ class PriorKeys:
         return products
 
     @cached_property
-    def _postings(self) -> tuple[Tensor, Tensor, Tensor]:
-        """For each place of the lexical parts, the documents that are not zero there, and their numbers there.
-
-        Returns:
-            The offsets of the places in the other two `[L + 1]`; documents, int32, and numbers, place after place.
-        """
-        small = self.places.numpy().astype(np.uint16 if self.width <= 1 << 16 else np.uint32)
-        order = torch.from_numpy(np.argsort(small, kind="stable"))  # a radix sort for 16 bits
-        documents = torch.arange(len(self), dtype=torch.int32).repeat_interleave(self.counts)
-        ends = torch.nn.functional.pad(torch.bincount(self.places, minlength=self.width).cumsum(0), (1, 0))
-        return ends, documents[order], self.weights[order]
+    def _postings(self) -> Postings:
+        return postings_of(self.counts, self.places, self.weights, self.width)
 
     def take(self, index: Tensor) -> Tensor:
         """The keys of the documents `index` `[n]`, including all zeros, `[n, P + L]`."""

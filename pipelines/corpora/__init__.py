@@ -1,1 +1,1 @@
-"""What the pipelines read: text, blocks, questions, and what is retrieved for them."""
+"""Data of the pipelines: questions, documents in parts and groups, and documents retrieved for questions."""

@@ -1,4 +1,4 @@
-"""Documents beyond what a network reads at once, divided into documents of their own before training starts."""
+"""Splits documents that are longer than a network reads at once into several, before training starts."""
 
 from __future__ import annotations
 
@@ -20,13 +20,12 @@ def within_limits(data: QADataset, model: MACModel, *, reconstruction: bool = Fa
     """A data set whose documents and questions a MAC model reads at once; see `divided`.
 
     Args:
-        data: the data set.
         model: its amortization network reads documents of at most `max_document_tokens`, its input encoder questions,
             and its LM questions with answers.
-        reconstruction: True if the LM has to write whole documents, too, as the loss of this name makes it.
+        reconstruction: True if the LM must also write whole documents, for the loss of this name.
 
     Raises:
-        DocumentError: for a document without a visible character, or with characters that are refused; names it.
+        DocumentError: for a document without a visible character, or with forbidden characters; names it.
         DataError: for a question that is too long, alone or with its answer; names it.
     """
     prompts = model.base_lm.prompts
@@ -43,7 +42,7 @@ def within_limits(data: QADataset, model: MACModel, *, reconstruction: bool = Fa
                 f"question {shown_id(question.id)} takes {used:,} tokens with its answer, and the LM reads {window:,} "
                 "at once; shorten the answer, or leave the question out"
             )
-    # A document's tokens without its template, and with a token in front where the tokenizer puts none.
+    # Room for a document's tokens without its template, less one for a tokenizer that puts a token before each text.
     room = window - len(prompts.prompt_start(["x"])) + len(prompts.texts.ids("x")) - 1
 
     def chunks(document: Document) -> list[str]:
@@ -56,15 +55,10 @@ def within_limits(data: QADataset, model: MACModel, *, reconstruction: bool = Fa
 
 
 def within_sequences(data: QADataset, encoder: PromptEncoder, length: int) -> QADataset:
-    """A data set in which each document fits into a training sequence in front of each of its questions and answers.
+    """A data set whose documents fit into a training sequence before each of their questions and answers.
 
     Otherwise a sequence, which is cut at its front, would lose the beginning of the document, and the answer with it.
-
-    Args:
-        data: the data set.
-        encoder: writes the sequences.
-        length: largest number of tokens of a sequence. If a question takes more than three quarters of it, the
-            documents still get a quarter.
+    If a question takes more than three quarters of a sequence of `length` tokens, the documents still get a quarter.
 
     Raises:
         DocumentError: as `within_limits`.
@@ -82,16 +76,16 @@ def within_sequences(data: QADataset, encoder: PromptEncoder, length: int) -> QA
 
 
 def divided(data: QADataset, chunks_of: Callable[[Document], Sequence[str]], limit: str) -> QADataset:
-    """A data set with a document for each chunk; the first chunk keeps the document's id, and all its metadata.
+    """A data set with a document for each chunk; the first chunk keeps the document's id, and all keep its metadata.
 
     A question goes to the chunk that holds its answer: its first answer, or else another one, as it is written, or else
-    without regard to case, punctuation and articles. Of several such chunks it goes to the one that shares most words
-    with the question, and to the first chunk if none holds an answer. What is divided is said on standard error.
+    without regard to case, punctuation and articles. If several chunks hold it, the question goes to the one that
+    shares most words with it; if none does, to the first. A message on standard error counts the divided documents.
 
     Args:
-        data: the data set. A data set without long documents is returned as it is.
+        data: the data set. If no document is divided, it is returned as it is.
         chunks_of: the chunks of a document; one if it is within the limit.
-        limit: what the limit is, for the message.
+        limit: description of the limit for the message.
 
     Raises:
         DocumentError: as `chunks_of`; it names the document.

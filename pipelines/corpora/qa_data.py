@@ -3,13 +3,26 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
+import json
 import random
+import shutil
 from collections import Counter
 from collections.abc import Sequence
+from importlib.metadata import version
+from pathlib import Path
 from typing import Literal, Self
 
+import numpy as np
+from filelock import FileLock
+from numpy.typing import NDArray
 from pydantic import Field, field_validator, model_validator
+from safetensors import SafetensorError
+from safetensors.numpy import load as load_arrays
+from safetensors.numpy import save as array_bytes
 
+from mac_rag.atomic_files import make_folder, sync_folder, write_file
+from mac_rag.cache import cache_folder
 from mac_rag.cli.terminal import say
 from mac_rag.config import Config
 from mac_rag.data import load_dataset
@@ -18,20 +31,23 @@ from mac_rag.data.metrics import normalize
 from mac_rag.data.newswire.generate import generate
 from mac_rag.data.types import Document, QADataset, Question
 from mac_rag.errors import ConfigError, DataError
-from mac_rag.retrieval.registry import check_name
-from pipelines.corpora.retrieved_contexts import Retrieved
+from mac_rag.progress import progress_bar
+from mac_rag.retrieval import BM25Retriever, DenseRetriever, HybridRetriever, Retriever
+from mac_rag.retrieval.registry import check_name, make_retriever, needs_folder
 
+_BATCH = 256  # questions retrieved in one call
 _DEPTH = 6  # fewest documents retrieved: runs with the paper's k of 1, 3 and 5 then share them
+
+Rows = NDArray[np.int32]  # [questions, depth]: indices of documents, the best first; -1 for none
 
 
 class DataConfig(Config):
     """Questions to train and validate on.
 
     Attributes:
-        name: `newswire` (generated), `squad`, `streamingqa`, `archivalqa`, `timeqa`, or `own` for files of
-            your own.
+        name: `newswire` (generated), `squad`, `streamingqa`, `archivalqa`, `timeqa`, or `own` for files of your own.
         path: folder of the data set's files; newswire has none. For `own` also a file, or `hub:OWNER/NAME`.
-        columns: only for `own`: the column that holds a field, where it has another name, such as `{question: q}`; see
+        columns: only for `own`: names of the columns that hold our fields, if they differ, such as `{question: q}`; see
             `mac_rag.data.own.FIELDS`.
         train: the split for training, or several of one data set, joined in this order.
         val: the split for validation.
@@ -60,10 +76,7 @@ class DataConfig(Config):
         return self
 
     def training_set(self, *, unanswered: bool = False) -> QADataset:
-        """The documents and questions to train on.
-
-        Args:
-            unanswered: True to take questions without answers, too.
+        """The documents and questions to train on; with `unanswered`, also questions without answers.
 
         Raises:
             ConfigError: see `load_dataset`.
@@ -89,14 +102,7 @@ class DataConfig(Config):
         return train
 
     def validation_set(self, *, unanswered: bool = False) -> QADataset:
-        """The documents and questions to validate on.
-
-        Args:
-            unanswered: True to take questions without answers, too.
-
-        Raises:
-            ConfigError, DataError: as `training_set`.
-        """
+        """The documents and questions to validate on; arguments and errors are those of `training_set`."""
         return _usable(self.load(self.val, documents=self.validation_documents, unanswered=unanswered))
 
     def load(self, split: str, *, documents: int | None = None, unanswered: bool = False) -> QADataset:
@@ -107,7 +113,11 @@ class DataConfig(Config):
 
 
 def _usable(data: QADataset) -> QADataset:
-    """The data, whose notes are shown; refused if a question names no document."""
+    """Shows the notes of a data set, and returns it.
+
+    Raises:
+        DataError: if a question names no document.
+    """
     for note in data.notes:
         say(note, err=True)
     for question in data.questions:
@@ -120,11 +130,7 @@ def _usable(data: QADataset) -> QADataset:
 
 
 def joined(parts: Sequence[QADataset]) -> QADataset:
-    """Several splits of a data set as one.
-
-    Raises:
-        DataError: for a document that is in two of them; names it.
-    """
+    """Joins several splits of a data set."""
     if len(parts) == 1:
         return parts[0]
     documents = [document for part in parts for document in part.documents]
@@ -138,7 +144,7 @@ def joined(parts: Sequence[QADataset]) -> QADataset:
 
 
 class ContextConfig(Config):
-    """Retrieved documents in front of the questions.
+    """Retrieved documents before the questions.
 
     Attributes:
         retriever: `none`, or the name of a retriever over the training documents (see `make_retriever`): `bm25`,
@@ -172,14 +178,107 @@ class ContextConfig(Config):
         return self
 
 
-class ContextMiner:
-    """Puts retrieved documents in front of training questions.
+class Retrieved:
+    """The best documents for each question of a data set.
 
-    Their order is shuffled, so that rank never tells the LM where the answer is. They are retrieved once, at the start,
-    for all questions of the data set.
+    The cache folder holds the results under a sha256 of everything that they depend on: the retriever's settings and
+    weights, the documents, the questions and `depth`. So later runs on the same data find them there, and an
+    interrupted run finds the documents that it has encoded. Processes that need the same results wait for the first.
+    The results of an imported retriever are not cached, since its dependencies are unknown.
+
+    Args:
+        name: name of the retriever; see `make_retriever`.
+        data: documents to search, and questions to search for.
+        depth: number of documents for each question.
 
     Raises:
-        ConfigError: when there are not more documents than `k`; and as `Retrieved`.
+        ConfigError: for an unknown retriever, or one that takes no documents.
+        ModelLoadError: if an encoder cannot be loaded.
+    """
+
+    def __init__(self, name: str, data: QADataset, depth: int) -> None:
+        self._name = name
+        self._documents = data.documents
+        self._depth = depth
+        texts = list(dict.fromkeys(question.question for question in data.questions))
+        self._rows = self._retrieved(texts)
+        self._place = {text: place for place, text in enumerate(texts)}
+
+    def __getitem__(self, question: str) -> list[Document]:
+        """At most `depth` documents, the best first."""
+        return [self._documents[row] for row in self._rows[self._place[question]].tolist() if row >= 0]
+
+    def _retrieved(self, texts: Sequence[str]) -> Rows:
+        """Reads the cached results, or retrieves and caches them."""
+        retriever = self._retriever(None)
+        if not needs_folder(self._name):
+            return self._search(texts, retriever)
+        folder = cache_folder() / "retrieved" / self._key(fingerprint(retriever), texts)
+        make_folder(folder)
+        file, encoded = folder / "rows.safetensors", folder / "encoded"
+        with FileLock(folder / "lock"):
+            rows = _read(file, (len(texts), self._depth))
+            if rows is None:
+                rows = self._search(texts, self._retriever(encoded))
+                write_file(file, [array_bytes({"rows": rows})])
+                sync_folder(folder)
+                shutil.rmtree(encoded, ignore_errors=True)
+        return rows
+
+    def _retriever(self, folder: Path | None) -> Retriever:
+        retriever = make_retriever(self._name, folder=folder, progress=True)
+        assert retriever is not None
+        return retriever
+
+    def _search(self, texts: Sequence[str], retriever: Retriever) -> Rows:
+        """The best documents for each text."""
+        retriever.put(self._documents)
+        place = {document.id: index for index, document in enumerate(self._documents)}
+        # An imported retriever may hold other documents, too.
+        allowed = None if len(retriever) == len(place) else place.keys()
+        rows = np.full((len(texts), self._depth), -1, dtype=np.int32)
+        with progress_bar("retrieve", len(texts)) as bar:
+            for first in range(0, len(texts), _BATCH):
+                batch = texts[first : first + _BATCH]
+                for row, hits in enumerate(retriever.retrieve(batch, self._depth, allowed=allowed), first):
+                    rows[row, : len(hits)] = [place[hit.document_id] for hit in hits]
+                bar.advance(len(batch))
+        return rows
+
+    def _key(self, described: str, texts: Sequence[str]) -> str:
+        digest = hashlib.sha256(json.dumps([described, self._depth, len(self._documents)]).encode())
+        for text in (*(text for document in self._documents for text in (document.id, document.text)), *texts):
+            digest.update(hashlib.sha256(text.encode("utf-8", "surrogatepass")).digest())
+        return digest.hexdigest()
+
+
+def fingerprint(retriever: Retriever) -> str:
+    """A text that differs between retrievers that may rank differently."""
+    if isinstance(retriever, DenseRetriever):
+        return retriever.encoder.fingerprint
+    if isinstance(retriever, HybridRetriever):
+        return json.dumps([retriever.weights, retriever.depth, *map(fingerprint, retriever.retrievers)])
+    assert isinstance(retriever, BM25Retriever)
+    versions = [version(package) for package in ("mac-rag", "PyStemmer")]
+    return json.dumps([retriever.idf, retriever.tokenizer.describe(), versions])
+
+
+def _read(file: Path, shape: tuple[int, int]) -> Rows | None:
+    """The rows of a file; None if it is missing or damaged."""
+    try:
+        rows: Rows = load_arrays(file.read_bytes())["rows"]
+    except (OSError, SafetensorError, KeyError):
+        return None
+    return rows if rows.shape == shape else None
+
+
+class ContextMiner:
+    """Draws retrieved documents for training questions. They are retrieved once, at the start, for all questions.
+
+    Their order is shuffled, so that rank never tells the LM where the answer is.
+
+    Raises:
+        ConfigError: if there are not more documents than `k`; and as `Retrieved`.
     """
 
     def __init__(self, config: ContextConfig, data: QADataset) -> None:
@@ -190,7 +289,7 @@ class ContextMiner:
         self._retrieved = retrieved(config, data)
 
     def mine(self, questions: Sequence[Question], rng: random.Random) -> list[list[Document]]:
-        """The documents in front of each question, at most the number that is drawn for it; empty for none."""
+        """The documents before each question, at most the number that is drawn for it; empty for none."""
         if self._retrieved is None:
             return [[] for _ in questions]
         sizes = [rng.choice(self._config.k) if rng.random() < self._config.rate else 0 for _ in questions]
@@ -215,10 +314,7 @@ def mentions(text: str, answers: Sequence[str]) -> bool:
 
 
 def retrieved(config: ContextConfig, data: QADataset) -> Retrieved | None:
-    """The best documents for each question of a data set, one more than `k`, because the gold one may be left out.
-
-    None without a retriever.
-    """
+    """The best documents for each question, one more than `k` in case its own is left out; None without a retriever."""
     if config.retriever == "none":
         return None
     return Retrieved(config.retriever, data, max(max(config.k) + 1, _DEPTH))

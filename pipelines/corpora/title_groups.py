@@ -1,4 +1,4 @@
-"""Documents of one title, or of one story and its updates, which are the hardest to tell apart: they train together."""
+"""Groups of documents of one title, or of one story and its updates: the hardest to tell apart train together."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from pipelines.training_task import shuffled
 
 
 def title_groups(data: QADataset, questions: Mapping[str, Sequence[Question]], group_size: int) -> list[list[Document]]:
-    """Groups of documents with questions: a document, its later updates, and up to `group_size` of the same title.
+    """Groups of documents with questions: a document, its later updates, and others of the same title.
 
     Args:
         data: the documents; those of one title stand one after another.
         questions: the questions of each document, by its id.
-        group_size: a group is closed when it has as many documents.
+        group_size: number of documents at which a group is closed.
     """
     stories: dict[str, list[Document]] = {}
     for document in data.documents:
@@ -45,8 +45,6 @@ def drawn(
     Args:
         groups: groups of at most `group_size` documents, or little more.
         step, micro, size: as `pipelines.training_task.Task.batch` takes them.
-        group_size: as `title_groups` takes it.
-        seed: seed of the order.
         passes: forward passes of one optimiser step over all processes.
     """
     count = -(-size // group_size)

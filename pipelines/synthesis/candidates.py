@@ -1,4 +1,4 @@
-"""What can be asked about a passage: answers chosen from it by rules, and kinds of questions that need none."""
+"""Subjects of questions about a passage: answers chosen from it by rules, and kinds of questions that need none."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from mac_rag.data.metrics import normalize
 from mac_rag.lm.text_tokenizer import Span
 from pipelines.corpora.salient_spans import dates, names, numbers
 
-# The answer of each is chosen from the passage; the LM writes the question to it.
+# The answer is chosen from the passage; the LM writes the question.
 SPAN_KINDS = ("name", "date", "number", "phrase")
 # The LM writes question and answer.
 OPEN_KINDS = ("definition", "reason", "overview")
@@ -105,7 +105,7 @@ def sentence_of(passage: str, place: int) -> str:
 
 def _spans(passage: str) -> Mapping[str, Sequence[Span]]:
     """The places of possible answers by their kind; none overlaps one of an earlier kind."""
-    # How many there are is asked of neither an ordinal nor what a bracket converts.
+    # Ordinals, and conversions in brackets, are no answers to "How many".
     in_digits = [(first, end) for first, end in numbers(passage) if not passage[:first].endswith("(")]
     in_digits = [(first, end) for first, end in in_digits if passage[end - 1] in "0123456789%"]
     years = [span for span in in_digits if _YEAR.fullmatch(passage[slice(*span)])]

@@ -1,4 +1,4 @@
-"""What is wrong with a question and its answer: the checks of self-study, by which pairs are dropped."""
+"""The checks of self-study, by which faulty pairs of a question and its answer are dropped."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from mac_rag.data.metrics import f1, normalize
 from pipelines.synthesis.candidates import SPAN_KINDS
 from pipelines.synthesis.prompts import EXAMPLE_NAMES, Written
 
-# The checks in the order in which they are made, and what each finds. A pair counts for the first one that it fails.
+# The checks in their order, and their findings. A pair counts for the first check that it fails.
 CHECKS = {
     "malformed": "no question, or no answer, was written",
     "outside": "the question refers to the passage, or to “he” without a name",
@@ -21,8 +21,8 @@ CHECKS = {
 }
 AGREEMENT = 0.5  # least F1 of the LM's own answer on the answer
 _SUPPORTED = 0.8  # least share of an answer's words that the document holds
-_NEW = 0.5  # least share of an answer's words that its question has not; small LMs like to say the question again
-_NEAR = 0.8  # least share of common words, of all words of two questions that are nearly the same
+_NEW = 0.5  # least share of an answer's words that its question lacks; small LMs like to repeat the question
+_NEAR = 0.8  # share of common words from which two questions are nearly the same
 
 _THE_TEXT = re.compile(
     r"\b(?:this|the|that|these|given|above|following|provided) (?:given |above |following |provided )?"
@@ -42,10 +42,10 @@ _stem = Stemmer.Stemmer("english").stemWords
 
 
 def fault_of_question(question: str, passage: str) -> str | None:
-    """The check that a question fails without regard to its answer; None if it fails none.
+    """The check that a question fails, whatever its answer; None if it fails none.
 
-    A pronoun is no fault in a question that names something in capitals or digits. A question about what an example of
-    the prompt is about is one, unless the passage is about it, too.
+    A question with a pronoun passes if it names something in capitals or digits. A question that names the subject of
+    an example of the prompt fails, unless the passage names it, too.
 
     Examples:
         >>> [fault_of_question(asked, "A mill.") for asked in ("What does the passage say?", "When did he leave?")]

@@ -1,4 +1,4 @@
-"""The prompts of self-study, instructions and fixed examples for each kind; and how to read what was written."""
+"""The prompts of self-study, instructions and fixed examples for each kind; and the reading of what the LM writes."""
 
 from __future__ import annotations
 
@@ -12,13 +12,9 @@ from pipelines.synthesis.candidates import SPAN_KINDS, Candidate, sentence_of
 
 @dataclass(frozen=True)
 class Conversation:
-    """What an LM is told and asked.
+    """An instruction for an LM, requests with the desired answers as examples, and the request that it is to answer.
 
-    Attributes:
-        instruction: what to do.
-        examples: requests with the answers that are wanted.
-        request: the last request, which the LM is to answer.
-        opening: how its answer begins: an LM of our own continues it; empty for any beginning.
+    An LM of our own continues the `opening` of an answer; empty for any beginning.
     """
 
     instruction: str
@@ -29,12 +25,7 @@ class Conversation:
 
 @dataclass(frozen=True)
 class Written:
-    """A question that the LM wrote.
-
-    Attributes:
-        question: the question.
-        answer: its answer: the one chosen from the passage, or the one that the LM wrote.
-    """
+    """A question that the LM wrote, with the answer that was chosen from the passage or that the LM wrote."""
 
     question: str
     answer: str
@@ -51,7 +42,7 @@ _SALT = (
     "first made it in 1874. It melts at 61 degrees and is used in glazes, since it makes them shine. Today about 900 "
     "tonnes of it are sold each year, most of them to potters in Portugal."
 )
-# What the examples are about, by single words.
+# Subjects of the examples, as single words.
 EXAMPLE_NAMES = frozenset({"kestrel", "solvane", "ardenne", "lindqvist"})
 _TO_ANSWER = (
     "Write one question about the passage whose answer is the given answer. Name what the question is about. Do not "
@@ -104,7 +95,7 @@ _EXAMPLES = {
     ),
 }
 _TO_ANSWER_FORM = "Passage: {passage}\n\nSentence: {sentence}\n\nAnswer: {answer}\n\nBegin with: {opening}"
-# Whether the answer is short: instruction, and questions about the first example with their answers.
+# For short answers (True) and others: instruction, and questions about the first example with their answers.
 _READING = {
     True: (
         "Answer the question with a few words from the passage.",
@@ -156,7 +147,7 @@ def reading(passage: str, kind: str, question: str) -> Conversation:
 
 
 def most_tokens(kind: str, *, answer: bool) -> int:
-    """The most tokens that the LM writes: of an answer, or of what `asking` asks for."""
+    """Largest number of tokens that the LM writes: of an answer, or of its reply to `asking`."""
     if answer:
         return SHORT_TOKENS if kind in SPAN_KINDS else LONG_TOKENS
     return QUESTION_TOKENS if kind in SPAN_KINDS else PAIR_TOKENS

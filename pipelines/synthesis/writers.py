@@ -1,4 +1,4 @@
-"""Who writes: a local LM of the Hugging Face kind, or any LlamaIndex LLM."""
+"""The LMs that write: a local one of the Hugging Face kind, or any LlamaIndex LLM."""
 
 from __future__ import annotations
 
@@ -30,16 +30,11 @@ _LEAST_PASSAGE = 32
 _ROOM = 160  # tokens for a question, its answer and the sentence around it, beside passage and examples
 _CPU_BATCH, _GPU_BATCH = 4096, 65536  # padded tokens of a batch
 _WORKERS = 4  # requests to a LlamaIndex LLM at the same time
-_BASE_STOP = "\n\n"  # ends what an LM without a chat template writes
+_BASE_STOP = "\n\n"  # ends the text of an LM without a chat template
 
 
 class Passage(NamedTuple):
-    """A part of a document that the LM reads at once.
-
-    Attributes:
-        text: the part.
-        tokens: number of its tokens.
-    """
+    """A part of a document that the LM reads at once, and the number of its tokens."""
 
     text: str
     tokens: int
@@ -51,9 +46,6 @@ class Writer(ABC):
     Args:
         texts: counts the tokens of texts, and cuts them.
         window: tokens that the LM reads and writes at once.
-
-    Raises:
-        ConfigError: for a window that has no room for a passage after the examples.
     """
 
     def __init__(self, texts: TextTokenizer, window: int) -> None:
@@ -66,7 +58,7 @@ class Writer(ABC):
         limit = window - _ROOM - max(self._around.values())
         if limit < _LEAST_PASSAGE:
             raise ConfigError(
-                f"the LM reads {window:,} tokens at once, and the examples in front of a passage take "
+                f"the LM reads {window:,} tokens at once, and the examples before a passage take "
                 f"{window - limit:,}; take an LM with a longer window"
             )
         self._passage = min(limit, _PASSAGE)
@@ -80,7 +72,7 @@ class Writer(ABC):
         return [Passage(chunk.text, len(chunk.ids)) for chunk in split(text.strip(), self._texts, self._passage)]
 
     def tokens(self, passage: Passage, kind: str) -> int:
-        """About how many tokens the LM reads and writes, at most, for a question on a passage and for its answer."""
+        """Estimate of the most tokens that the LM reads and writes for a question on a passage and for its answer."""
         return 2 * passage.tokens + self._around[kind, False] + self._around[kind, True]
 
     def _length(self, conversation: Conversation) -> int:
@@ -89,19 +81,16 @@ class Writer(ABC):
 
     @abstractmethod
     def write(self, conversations: Sequence[Conversation], most: Sequence[int]) -> list[str]:
-        """What the LM writes at the end of each conversation: greedily, in at most as many tokens as `most` says."""
+        """The LM's reply to each conversation, greedy, in at most as many tokens as `most` says."""
 
 
 class LocalWriter(Writer):
-    """An LM on this machine. Control tokens in documents stay text.
+    """An LM on this machine, by its name as `base_lm.name` of a recipe takes it. Control tokens in documents stay text.
 
-    It is asked by its chat template; one without a template goes on with a text.
-
-    Args:
-        name: name of an LM, as `base_lm.name` of a recipe takes it.
+    It is asked by its chat template; one without a template continues a text.
 
     Raises:
-        ModelLoadError: when it cannot be loaded.
+        ModelLoadError: if it cannot be loaded.
     """
 
     def __init__(self, name: str) -> None:
@@ -151,11 +140,7 @@ def _messages(conversation: Conversation, takes_system: bool) -> list[Message]:
 class LlamaIndexWriter(Writer):
     """A LlamaIndex LLM, asked by its `achat`, a few requests at a time.
 
-    Args:
-        spec: `module:attr` of an LLM, or of a function without arguments that makes one.
-
-    Raises:
-        ConfigError: for what cannot be imported, and for anything but an LLM.
+    `spec` is the `module:attr` of an LLM, or of a function without arguments that makes one.
     """
 
     def __init__(self, spec: str) -> None:
@@ -166,16 +151,12 @@ class LlamaIndexWriter(Writer):
         super().__init__(text_tokenizer(load_tokenizer(str(SHIPPED / "mac-small" / "base_lm"))), window)
 
     def write(self, conversations: Sequence[Conversation], most: Sequence[int]) -> list[str]:
-        """As `Writer.write`; how it decodes, and how much at most, is a setting of the LLM.
-
-        Raises:
-            WorkerError: for whatever the LLM raises.
-        """
+        """As `Writer.write`; decoding and its limits are settings of the LLM."""
         try:
             return asyncio.run(self._write(conversations))
         except Exception as error:
             raise WorkerError(
-                f"{self._spec} failed: {type(error).__name__}: {error}; the same command goes on where it stopped"
+                f"{self._spec} failed: {type(error).__name__}: {error}; the same command continues where it stopped"
             ) from error
 
     async def _write(self, conversations: Sequence[Conversation]) -> list[str]:

@@ -1,4 +1,4 @@
-"""Giving a trained MAC model lexical vectors: nothing is trained, tokens are counted."""
+"""Adds lexical vectors to a trained MAC model: nothing is trained, tokens are counted."""
 
 from __future__ import annotations
 
@@ -9,23 +9,20 @@ from typing import Literal
 from pydantic import Field
 
 from mac_rag.atomic_files import write_folder
-from mac_rag.config import Config, HashedBM25Config
+from mac_rag.config import Config, HashedBM25Config, MACConfig
 from mac_rag.errors import ConfigError
 from mac_rag.lm.devices import STORED_DTYPES
 from mac_rag.model import MACModel
 from mac_rag.model.factory import make_hashed_bm25
 from pipelines.corpora.qa_data import DataConfig
-from pipelines.tasks.extended_model import rebuilt
 
 _VECTORS = 8  # R, lexical vectors of each text: those of both shipped models
 
 
 class AddLexicalConfig(Config):
-    """A stage that adds lexical vectors to a model.
+    """A stage that adds lexical vectors to a MAC checkpoint, whose counts come from the training documents.
 
     Attributes:
-        start_from: a MAC checkpoint, name or folder.
-        data: in its training documents the tokens are counted.
         weight: weight of the lexical vectors' product beside the cosine in the document prior.
         store_dtype: dtype of the stored weights; see `mac_rag.lm.int8_storage` for int8.
     """
@@ -70,3 +67,16 @@ def add_hashed_bm25(model: MACModel, texts: Iterable[str], vectors: int, weight:
     for encoder in (model.amortization, model.input_encoder):
         encoder.network.hashed_bm25 = hashed_bm25
     return rebuilt(model, config).eval()
+
+
+def rebuilt(model: MACModel, config: MACConfig) -> MACModel:
+    """The same encoders, LM and weights with another configuration, which adds to the model's own.
+
+    Additions to the aggregation network are untrained. The parts of the model go over to the new one; do not use it any
+    more.
+    """
+    again = MACModel(config, model.base_lm, model.amortization, model.input_encoder)
+    again.aggregation.load_state_dict(model.aggregation.state_dict(), strict=False)
+    again.modulation.load_state_dict(model.modulation.state_dict())
+    again.base_lm_trained = model.base_lm_trained
+    return again.train(model.training)

@@ -1,7 +1,7 @@
 """Fits the calibration of a model: questions of which half have their answers taken out of memory.
 
-Confidence must be low where memory does not hold what is asked, so half of the questions are asked of a bank without
-the document of the question and without every other that holds one of its answers.
+Confidence must be low if memory does not hold the answer. So half of the questions are asked of a bank without the
+document of the question and without every other that holds one of its answers.
 """
 
 from __future__ import annotations
@@ -19,18 +19,15 @@ from mac_rag.engine import MACEngine
 from mac_rag.model.calibration import Calibration, Logistic, Mode
 from mac_rag.progress import progress_bar
 
-RIGHT = 0.5  # the F1 from which on an answer counts as right
+RIGHT = 0.5  # least F1 of a right answer
 
 
 @dataclass(frozen=True)
 class Guess:
     """An answer whose confidence is examined.
 
-    Attributes:
-        question: the question.
-        answerable: False if the documents with its answer were taken out of the bank.
-        text: the answer.
-        right: True if its F1 with an accepted answer is at least 0.5: an answer with a word too many is no guess.
+    It is not `answerable` if the documents with its answer were taken out of the bank, and right if its F1 with an
+    accepted answer is at least 0.5: an answer with a word too many is no guess.
     """
 
     question: Question
@@ -40,22 +37,20 @@ class Guess:
 
 
 def guesses(
-    engine: MACEngine, dataset: QADataset, count: int, *, seed: int, batch_size: int, progress: bool
+    engine: MACEngine, dataset: QADataset, count: int, *, seed: int, batch_size: int
 ) -> tuple[list[Guess], Tensor, Mode]:
     """Adapts an engine to a stream, asks it questions, and takes the answers to every second one away.
 
     Args:
-        engine: the engine; with a retriever, its documents stand in front of the questions.
+        engine: the engine; with a retriever, its documents stand before the questions.
         dataset: the stream; questions without an answer or a document are left out.
         count: number of questions, drawn by the seed.
-        seed: random seed.
-        batch_size: questions that are answered at a time; those whose answers were taken away are asked one by one.
-        progress: shows progress bars.
+        batch_size: questions that are answered at a time; those without their answers are asked one by one.
 
     Returns:
-        The answers, their evidence `[N, len(EVIDENCE)]`, and how they came about.
+        The answers, their evidence `[N, len(EVIDENCE)]`, and the way of answering.
     """
-    engine.adapt(dataset.documents, progress=progress)
+    engine.adapt(dataset.documents, progress=True)
     asked = [question for question in dataset.questions if question.answers and question.document_id is not None]
     random.Random(seed).shuffle(asked)
     asked = asked[:count]
@@ -68,7 +63,7 @@ def guesses(
     evidence = []
     model = engine.model
     mode: Mode = "memory" if engine.retriever is None else "documents"
-    with progress_bar("answer", len(asked), disable=not progress) as bar:
+    with progress_bar("answer", len(asked)) as bar:
         for questions, allowed in calls:
             prompts = []
             for question in questions:
@@ -89,11 +84,9 @@ def guesses(
 
 
 def without_answers(question: Question, texts: dict[str, str]) -> frozenset[str]:
-    """The documents that hold none of a question's answers, and are not its own.
+    """Ids of the documents that hold none of a question's answers, and are not its own.
 
-    Args:
-        question: the question.
-        texts: by id, the normalized text of each document between two spaces.
+    `texts` has the normalized text of each document between two spaces, by id.
     """
     answers = [f" {normalized} " for answer in question.answers if (normalized := normalize(answer))]
     return frozenset(
@@ -107,7 +100,7 @@ def fit(engine: MACEngine, found: Sequence[Guess], evidence: Tensor, mode: Mode,
     """The model's calibration with a new fit for one way of answering; fits of other weights are left out.
 
     Raises:
-        ConfigError: when all answers are right, or none is.
+        ConfigError: if all answers are right, or none is.
     """
     model, old = engine.model, engine.model.calibration
     modes = {} if old is None or old.fingerprint != model.fingerprint else dict(old.modes)

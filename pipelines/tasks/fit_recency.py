@@ -1,4 +1,4 @@
-"""Fitting what a trained MAC model's document prior knows of times: named years, and the recency term.
+"""Fits the times in a trained MAC model's document prior: named years, and the recency term.
 
 All other weights stay as they are.
 """
@@ -28,10 +28,10 @@ from mac_rag.nn.memory_tokens import MemoryTokens
 from mac_rag.nn.prior import Candidates, DocumentPrior, RankedFirst
 from pipelines.corpora.long_documents import within_limits
 from pipelines.corpora.qa_data import DataConfig
-from pipelines.tasks.extended_model import rebuilt
+from pipelines.tasks.add_lexical import rebuilt
 from pipelines.tasks.train import moment
 
-_QUESTIONS = 2  # of each document, at most: for a handful of numbers, other documents say more than further questions
+_QUESTIONS = 2  # of each document, at most: other documents teach a handful of numbers more than further questions
 _TOGETHER = 256  # texts that are encoded, or compared with all documents, at a time
 _YEARS_START = YearsConfig(weight=1.0, decay=3.0)
 _NEVER = 1e5  # years
@@ -87,11 +87,7 @@ def write_fitted(config: FitRecencyConfig, output: Path) -> None:
 def with_recency_term(model: MACModel) -> MACModel:
     """The same networks with a recency term that is not fitted yet; the model itself, if it has one.
 
-    Args:
-        model: a model with a document prior. Its parts go over to the new model; do not use it any more.
-
-    Raises:
-        ConfigError: for a model without a document prior.
+    The parts of the model go over to the new one; do not use it any more.
     """
     if model.aggregation.recency is not None:
         return model
@@ -102,7 +98,7 @@ def with_recency_term(model: MACModel) -> MACModel:
 
 
 def check_dates(dataset: QADataset) -> None:
-    """Checks that there is something to learn recency from.
+    """Checks that recency can be learned.
 
     Raises:
         ConfigError: for data without dates.
@@ -132,8 +128,6 @@ def fit_recency(
     """Fits the term in place: the document prior shall rank the document of each question first among all.
 
     Args:
-        model: a model with a recency term.
-        dataset: see `FitRecencyConfig`.
         prior_keys: of `prior_keys_of`.
         steps: steps of Adam. A handful of numbers is fitted, which takes seconds.
         batch_size: questions of a step.
@@ -163,12 +157,12 @@ def fit_recency(
 
 
 class _Compared(NamedTuple):
-    """B questions, and what the prior says of all documents.
+    """B questions, and the prior's scores of all documents.
 
     Attributes:
         candidates: the documents that it ranks first.
         rest: `[B]`, log-sum-exp of the scores of the others.
-        gold: `[B]`, the place of the question's own document among the candidates.
+        gold: `[B]`, the rank of the question's own document among the candidates.
         asked: `[B]`, see `RecencyTerm.penalties`.
     """
 
@@ -245,8 +239,7 @@ def fit_years(
         steps, batch_size, learning_rate: see `fit_recency`.
 
     Returns:
-        What was fitted; None if no question names a year, if no year is one token of the vocabulary, or for a model
-        without hashed BM25.
+        None if no question names a year, if no year is one token of the vocabulary, or for a model without hashed BM25.
     """
     prior, lexical = model.aggregation.prior, model.config.hashed_bm25
     if prior is None or lexical is None:
@@ -263,8 +256,8 @@ def fit_years(
     # An infinite distance would make gradients NaN.
     since = years.since(_named(model.amortization, years, ids)).clamp(max=_NEVER)  # [K, Y]
     scale = prior.log_scale.exp().detach() * prior.lexical_weight
-    # The last one is of a temperature, because the prior is surer of what it ranks first than it may be where years
-    # decide. Without it the few questions of which it is most wrong would settle the other two.
+    # The last one is of a temperature: if years decide, the prior is too sure of the document that it ranks first.
+    # Without it, the few questions on which the prior is most wrong would settle the other two.
     logarithms = (
         torch.tensor([_YEARS_START.weight, _YEARS_START.decay, 1.0], device=model.device).log().requires_grad_()
     )
@@ -321,22 +314,11 @@ def _batches(encoder: TextEncoder, ids: list[list[int]]) -> Iterator[tuple[Tenso
 
 
 def fitted(
-    parameters: Sequence[Tensor],
-    batch_loss: Callable[[torch.Generator], Tensor],
-    *,
-    steps: int,
-    learning_rate: float,
+    parameters: Sequence[Tensor], batch_loss: Callable[[torch.Generator], Tensor], *, steps: int, learning_rate: float
 ) -> float:
-    """Fits parameters in place.
+    """Fits parameters in place by steps of Adam on the loss of a drawn batch; the learning rate falls to 0 linearly.
 
-    Args:
-        parameters: what is fitted.
-        batch_loss: the loss of a batch that it draws.
-        steps: steps of Adam.
-        learning_rate: rate of the first step; it falls to 0 linearly.
-
-    Returns:
-        The mean loss of the last tenth of the steps.
+    Returns the mean loss of the last tenth of the steps.
     """
     optimizer = torch.optim.Adam(parameters, lr=learning_rate)
     schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, total_iters=steps)

@@ -2,18 +2,17 @@
 
 An LM answers by the keys and values of the words it has read. The encoders start from the same LM, so a linear map of
 their states predicts these keys and values; it is fitted here by ridge regression. Training then begins with a memory
-that the LM can read. What remains to be learned is what to keep, as there are fewer memory tokens than words, and how
-to find it.
+that the LM can read. It remains to be learned what to keep, as there are fewer memory tokens than words, and how to
+find it.
 
 If the prefix has an attention sink, the LM reads the text after the sink, and keys are predicted before rotation.
 
-A memory that is a part of the LM's prompt yields the LM's states at the layer where it enters instead.
+A memory that is a part of the LM's prompt yields the LM's states at its entry layer instead.
 
-Slots of phi* get first marks: the less probable the document prior holds a slot's document, the less it is heard.
-Without marks the LM reads the tokens of all slots alike, and documents that do not answer drown the one that does. A
-mark can turn keys away from what the LM asks for. It is fitted by gradient descent: after all slots the LM is to
-predict the answers as it does after the first one alone. What a slot says is still there, and training can make it
-louder where that helps.
+Slots of phi* get first marks: the less probable the document prior holds a slot's document, the fainter it is. Without
+marks the LM reads the tokens of all slots alike, and documents that do not answer drown the one that does. A mark can
+turn keys away from the LM's queries. It is fitted by gradient descent: after all slots the LM is to predict the answers
+as it does after the first one alone. A slot's content stays, and training can make it louder.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ from mac_rag.progress import ProgressBar, progress_bar
 _READ = 256  # texts to which the maps are fitted
 _FLOOR = 0.3  # share of the mean variance that is added to all variances before whitening
 _SCALES = (5.0, 10.0, 15.0, 20.0, 30.0, 40.0)  # candidates for the document prior's scale
-_WORD_REACH = 0.2  # standard deviation of a memory token's attention, in stretches, where it is one word's state
+_WORD_REACH = 0.2  # standard deviation of a memory token's attention, in stretches, at which it is one word's state
 _BATCH = 4096  # tokens that an encoder reads at once
 _RIDGE = 1e-4  # ridge penalty, as a share of the inputs' mean square
 # Of the fit of slots' marks: questions, questions at a time, passes over them, and the optimizer's rate.
@@ -54,11 +53,11 @@ _UNANSWERED = 40  # characters of its document that are predicted after a questi
 
 
 class _Start(NamedTuple):
-    """How aggregation starts.
+    """First weights of aggregation.
 
     Attributes:
-        mark: size of the vectors that tell memory tokens apart, beside the tokens.
-        sharp: how much more those vectors count where attention compares.
+        mark: size of the vectors that tell memory tokens apart, relative to the tokens.
+        sharp: factor on those vectors in the comparisons of attention.
         prior_scale: weight of the document prior.
     """
 
@@ -112,7 +111,9 @@ def init_by_kv_regression(model: MACModel, data: QADataset) -> None:
     with _progress_bar("read documents", len(rows_read)) as bar:
         states = [_states(network, row, bar.advance) for row in rows_read]
     if isinstance(prefix, PromptTuning):
-        _take_words_as_they_are(network)
+        # A memory token starts as the state of the word in the middle of its stretch; all words have the same room.
+        network.log_reach.fill_(math.log(_WORD_REACH))
+        network.mlps.outer.zero_()
     else:
         _fit_salience(network, rows, rows_read, states)
     count = len(network.queries)
@@ -138,7 +139,7 @@ def init_by_kv_regression(model: MACModel, data: QADataset) -> None:
             linear.weight.add_(linear.weight @ along, alpha=start.sharp - 1)
         if block.prior_scale is not None:
             block.prior_scale.fill_(start.prior_scale)
-    if isinstance(prefix, PrefixTuning):  # in a prompt, tokens see the question, and tell by themselves if they answer
+    if isinstance(prefix, PrefixTuning):  # tokens in a prompt see the question, and need no marks
         fit_slot_marks(model, data)
     model.train(training)
 
@@ -171,10 +172,9 @@ def _memory_tokens(network: EncoderPooling, row: Sequence[int], states: Tensor) 
 
 
 def _pooling(network: EncoderPooling, states: Tensor, skipped: int) -> Tensor:
-    """How much each word is of each memory token, `[T, L - skipped]`; the sentence encoder's is of all words.
+    """Share of each word in each memory token, `[T, L - skipped]`; the sentence encoder's token is of all words.
 
     Args:
-        network: the amortization network.
         states: `[L, backbone width]`.
         skipped: number of words at the beginning that are left out.
     """
@@ -184,12 +184,9 @@ def _pooling(network: EncoderPooling, states: Tensor, skipped: int) -> Tensor:
 
 
 def _fit_salience(
-    network: EncoderPooling,
-    rows: Sequence[Sequence[int]],
-    rows_read: Sequence[Sequence[int]],
-    states: Sequence[Tensor],
+    network: EncoderPooling, rows: Sequence[Sequence[int]], rows_read: Sequence[Sequence[int]], states: Sequence[Tensor]
 ) -> None:
-    """Salience starts as how rare a word is among the documents: the log of the share of them that it stands in."""
+    """Salience starts as the rarity of a word: the log of the share of documents that hold it."""
     holding = Counter(token for row in rows for token in set(row))
     rarity = [math.log(len(rows) / holding[token]) for row in rows_read for token in row]
     salience = torch.tensor(rarity, device=network.queries.device).clamp(min=1e-2)
@@ -199,12 +196,6 @@ def _fit_salience(
     weight, bias = ridge.solve()
     network.salience.weight.copy_(weight.T)
     network.salience.bias.copy_(bias)
-
-
-def _take_words_as_they_are(network: EncoderPooling) -> None:
-    """A memory token starts as the state of the word in the middle of its stretch, and all words have the same room."""
-    network.log_reach.fill_(math.log(_WORD_REACH))
-    network.mlps.outer.zero_()
 
 
 def _fit_prompt(
@@ -244,11 +235,7 @@ def _least_used(phi: Tensor, count: int) -> Tensor:
 
 
 def _fit_prefix(
-    model: MACModel,
-    prefix: PrefixTuning,
-    phi: Tensor,
-    rows: Sequence[Sequence[int]],
-    states: Sequence[Tensor],
+    model: MACModel, prefix: PrefixTuning, phi: Tensor, rows: Sequence[Sequence[int]], states: Sequence[Tensor]
 ) -> None:
     """Fits the prefix of memory tokens to the keys and values that the LM keeps of the text, pooled alike."""
     network, base_lm, sink = model.amortization.network, model.base_lm, prefix.sink
@@ -262,7 +249,7 @@ def _fit_prefix(
         rotation = key_rotation(base_lm.model, range(sink.length, longest), longest)
     with _progress_bar("fit", len(rows)) as bar:
         for row, tokens, text in zip(rows, phi, states, strict=True):
-            # The sink is what the tokenizer puts in front of a text, where it does so.
+            # The sink holds the tokens that the tokenizer puts before a text, if any.
             skipped = len(start) if sink is not None and list(row[: len(start)]) == start else 0
             keys_values = base_lm.keys_values(row[skipped:], front).float()  # [layers, 2, H, L, d]
             if sink is not None:
@@ -298,11 +285,10 @@ def _fit_prior(prior: DocumentPrior, questions: MemoryTokens, phi: MemoryTokens)
 
 @torch.no_grad()
 def fit_slot_marks(model: MACModel, data: QADataset) -> None:
-    """Fits the mark of faintness of a model's slots; a model without slots stays as it is.
+    """Fits the mark of faintness of a model's slots in place; a model without slots stays as it is.
 
-    Args:
-        model: a model in evaluation mode whose memory tokens the LM can read; it is changed in place.
-        data: the training set, of which some documents and a question of each are used.
+    The model is in evaluation mode, and the LM can read its memory tokens. Some documents of the training set are used,
+    with a question of each.
     """
     slots, prompts = model.aggregation.slots, model.base_lm.prompts
     if slots is None:

@@ -68,7 +68,7 @@ class LastAttention:
     mask: Tensor
 
     def scores(self, rows: int, heads: int) -> Tensor:
-        """Log-probabilities `[B, H, rows, L]` with which the heads attend, from the last `rows` places."""
+        """Log-probabilities `[B, H, rows, L]` with which the heads attend from the last `rows` positions."""
         queries, keys = (
             states.unflatten(-1, (heads, -1)).transpose(1, 2).float() for states in (self.queries[:, -rows:], self.keys)
         )
@@ -81,7 +81,7 @@ class LastAttention:
 
 @contextmanager
 def last_attention(lm: Any) -> Iterator[LastAttention]:
-    """Keeps what the last layer of a prefix LM attends with while the block runs."""
+    """Keeps queries, keys and mask of the last attention layer of a prefix LM while the block runs."""
     kept = LastAttention()
     layer: Any = lm.base_model.encoder.layer[-1].attention.self
 
@@ -107,7 +107,7 @@ def last_attention(lm: Any) -> Iterator[LastAttention]:
 
 
 def places_of(answer: list[int], ids: list[int]) -> list[int]:
-    """Where an answer begins in a text, each time that it stands there; both are token ids."""
+    """Positions at which an answer begins in a text; both are token ids."""
     length = len(answer)
     return [i for i in range(len(ids) - length + 1) if length and ids[i : i + length] == answer]
 
@@ -123,10 +123,9 @@ def pointer_loss(
 
     Args:
         attention: of B rows, padded on the left.
-        heads: number of heads.
         lengths: number of tokens of each row.
         answers: number of tokens of each row's answer, which ends it, with the token that ends an answer.
-        copied: for each row, where the spans that equal the answer begin; none for an answer that nothing holds.
+        copied: for each row, the beginnings of the spans that equal the answer; none if nothing holds it.
     """
     longest, width = max(answers), attention.keys.shape[1]
     # Token t of the answer is predicted at the place before it. The one that ends it is not copied.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTraine
 
 from mac_rag.config import Config, PromptFormat
 from mac_rag.data.newswire.generate import generate
-from mac_rag.data.types import Document, Question
+from mac_rag.data.types import Document
 from mac_rag.lm.batching import pad_rows
 from mac_rag.lm.loading import quiet
 from mac_rag.lm.prompt import PromptEncoder
@@ -28,15 +28,18 @@ _COPIED = 4, 24  # fewest and most random tokens that are repeated: as long as t
 _POSITIONS = 1024  # longest sequence in tokens: rotary positions cost nothing, and prompts stay below it
 _SEED = 0  # of the generated documents
 _VALIDATION_BATCH = 32
+# Sizes of the LM: RoPE, RMSNorm, SwiGLU, tied embeddings. The vocabulary is that of the BPE, without the number tokens.
+_WIDTH, _LAYERS, _HEADS, _VOCABULARY = 128, 4, 4, 2048
+_INNER_WIDTH = 32 * -(-_WIDTH // 12)  # of the feed-forward networks: 8/3 of the width, as in Llama, a multiple of 32
 
 
-class CorpusConfig(Config):
-    """Generated news to pretrain on.
+class PretrainConfig(Config):
+    """A recipe of `pipelines.pretrain`.
 
     Attributes:
-        documents: number of documents to generate.
-        copy_steps: number of first steps on random tokens, repeated once. Only copying predicts them: within
-            minutes they teach a small LM what answering from a document needs, which documents teach it far later.
+        documents: number of generated documents to train on.
+        copy_steps: number of first steps on random tokens, repeated once. Only copying predicts them: within minutes
+            they teach a small LM what answering from a document needs, which documents teach it far later.
         sequence_length: longest sequence in tokens.
         validation_documents: number of held-out documents.
     """
@@ -45,36 +48,6 @@ class CorpusConfig(Config):
     copy_steps: int = Field(0, ge=0)
     sequence_length: int = Field(256, ge=16)
     validation_documents: int = Field(256, ge=1)
-
-
-class LMConfig(Config):
-    """Sizes of a causal LM with RoPE, RMSNorm, SwiGLU and tied embeddings.
-
-    Attributes:
-        vocabulary: entries of the BPE that is learned, without the number tokens.
-    """
-
-    hidden_size: int = Field(128, ge=8)
-    layers: int = Field(4, ge=1)
-    heads: int = Field(4, ge=1)
-    vocabulary: int = Field(2048, ge=300)
-
-    @property
-    def intermediate_size(self) -> int:
-        """Inner width of the feed-forward networks: 8/3 of the width, as in Llama, and a multiple of 32."""
-        return 32 * -(-self.hidden_size // 12)
-
-
-class PretrainConfig(Config):
-    """A recipe of `pipelines.pretrain`.
-
-    Attributes:
-        corpus: the texts.
-        lm: the LM.
-    """
-
-    corpus: CorpusConfig = CorpusConfig()
-    lm: LMConfig = LMConfig()
     trainer: TrainerConfig
 
 
@@ -92,12 +65,12 @@ def train_tokenizer(config: PretrainConfig) -> PreTrainedTokenizerFast:
     )
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=config.lm.vocabulary,
+        vocab_size=_VOCABULARY,
         special_tokens=special,
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    tokenizer.train_from_iterator(_tokenizer_texts(config.corpus), trainer)
+    tokenizer.train_from_iterator(_tokenizer_texts(config.documents), trainer)
     tokenizer.add_tokens([f"{number:0{digits}d}" for digits in (3, 2) for number in range(10**digits)])
     tokenizer.post_processor = processors.TemplateProcessing(
         single="<s> $A", pair="<s> $A $B", special_tokens=[("<s>", tokenizer.token_to_id("<s>"))]
@@ -107,62 +80,18 @@ def train_tokenizer(config: PretrainConfig) -> PreTrainedTokenizerFast:
     )
 
 
-def _tokenizer_texts(corpus: CorpusConfig) -> Iterator[str]:
+def _tokenizer_texts(documents: int) -> Iterator[str]:
     """The texts from which the tokenizer learns its vocabulary."""
     prompt = PromptFormat()
-    count = min(corpus.documents, _TOKENIZER_DOCUMENTS)
-    data = generate("train", count, seed=_SEED, questions_per_document=2)
+    data = generate("train", min(documents, _TOKENIZER_DOCUMENTS), seed=_SEED, questions_per_document=2)
     yield from (prompt.document.format(document=document.text) for document in data.documents)
     yield from (prompt.question.format(question=question.question) for question in data.questions)
-
-
-class ReadingSequences:
-    """`document, question, answer, question, answer, ...`: a document, then questions on it in any order.
-
-    Such sequences teach an LM to answer from the text before the question, several times for each document.
-
-    Args:
-        documents: the documents.
-        questions: the questions of each document, by its id.
-        encoder: writes documents, questions and answers as token ids.
-        length: longest sequence in tokens.
-    """
-
-    def __init__(
-        self,
-        documents: Sequence[Document],
-        questions: dict[str, list[Question]],
-        encoder: PromptEncoder,
-        length: int,
-    ) -> None:
-        self._documents = documents
-        self._questions = questions
-        self._encoder = encoder
-        self._length = length
-
-    def __len__(self) -> int:
-        return len(self._documents)
-
-    def sequence(self, index: int, seed: int) -> list[int]:
-        """The sequence of one document; `seed` determines the order of its questions."""
-        document, encoder = self._documents[index], self._encoder
-        ids = encoder.prompt_start([document.text])
-        questions = list(self._questions[document.id])
-        random.Random(seed).shuffle(questions)
-        for question in questions:
-            pair = encoder.question(question.question) + encoder.answer(question.answers[0])
-            if len(ids) + len(pair) > self._length:
-                break
-            ids += pair
-        return ids[: self._length]
 
 
 class PretrainTask(Task):
     """The LM, its corpus and its validation: perplexity, and exact match and F1 with the document in the prompt.
 
-    Args:
-        config: the recipe.
-        output: the run's folder, where the tokenizer is kept between runs.
+    The tokenizer is kept in the run's folder (`output`) between runs.
     """
 
     def __init__(self, config: PretrainConfig, output: Path) -> None:
@@ -174,15 +103,14 @@ class PretrainTask(Task):
         self.tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
         self.encoder = PromptEncoder(self.tokenizer)
         torch.manual_seed(config.trainer.seed)
-        sizes = config.lm
         self.lm = LlamaForCausalLM(
             LlamaConfig(
                 vocab_size=len(self.tokenizer),
-                hidden_size=sizes.hidden_size,
-                intermediate_size=sizes.intermediate_size,
-                num_hidden_layers=sizes.layers,
-                num_attention_heads=sizes.heads,
-                num_key_value_heads=sizes.heads,
+                hidden_size=_WIDTH,
+                intermediate_size=_INNER_WIDTH,
+                num_hidden_layers=_LAYERS,
+                num_attention_heads=_HEADS,
+                num_key_value_heads=_HEADS,
                 max_position_embeddings=_POSITIONS,
                 rope_parameters={"rope_type": "default", "rope_theta": 10_000.0},
                 tie_word_embeddings=True,
@@ -194,26 +122,39 @@ class PretrainTask(Task):
         # The embeddings are tied to the output: this scale gives logits of unit variance. With the usual 0.02, rare
         # tokens are hard to tell apart.
         embeddings: Any = self.lm.get_input_embeddings()
-        torch.nn.init.normal_(embeddings.weight, std=sizes.hidden_size**-0.5)
-        corpus = config.corpus
-        sets = []
-        for split, count in (("train", corpus.documents), ("val", corpus.validation_documents)):
-            data = generate(split, count, seed=_SEED, questions_per_document=4)
-            questions = data.questions_by_document()
-            sets.append(ReadingSequences(data.documents, questions, self.encoder, corpus.sequence_length))
-        self._training, self._held_out = sets
-        self._validation = data
+        torch.nn.init.normal_(embeddings.weight, std=_WIDTH**-0.5)
+        self._training, self._held_out = (
+            generate(split, count, seed=_SEED, questions_per_document=4)
+            for split, count in (("train", config.documents), ("val", config.validation_documents))
+        )
+        self._questions = self._training.questions_by_document() | self._held_out.questions_by_document()
 
     def batch(self, step: int, micro: int, size: int) -> tuple[Tensor, Tensor]:
         """Token ids `[B, L]` and targets `[B, L]`, which are -100 where there is no loss."""
-        copy_steps = self.config.corpus.copy_steps
+        copy_steps = self.config.copy_steps
         if step < copy_steps:
             return self._copies(size)
         per_step = size * self.passes
         seed = self.config.trainer.seed
-        indices = shuffled(len(self._training), step - copy_steps, micro, size, seed=seed, per_step=per_step)
+        documents = self._training.documents
+        indices = shuffled(len(documents), step - copy_steps, micro, size, seed=seed, per_step=per_step)
         first = step * per_step + micro * size
-        return self._padded([self._training.sequence(i, first + n) for n, i in enumerate(indices)])
+        return self._padded([self._sequence(documents[i], first + n) for n, i in enumerate(indices)])
+
+    def _sequence(self, document: Document, seed: int) -> list[int]:
+        """A document, then questions on it with their answers; the seed determines their order.
+
+        Such sequences teach an LM to answer from the text before the question, several times for each document.
+        """
+        ids, length = self.encoder.prompt_start([document.text]), self.config.sequence_length
+        questions = list(self._questions[document.id])
+        random.Random(seed).shuffle(questions)
+        for question in questions:
+            pair = self.encoder.question(question.question) + self.encoder.answer(question.answers[0])
+            if len(ids) + len(pair) > length:
+                break
+            ids += pair
+        return ids[:length]
 
     def _copies(self, size: int) -> tuple[Tensor, Tensor]:
         """Sequences of random tokens, repeated once; the targets are the repetition without its first token."""
@@ -243,18 +184,15 @@ class PretrainTask(Task):
 
     def validate(self) -> dict[str, float]:
         total, count = 0.0, 0
-        rows = [self._held_out.sequence(i, i) for i in range(len(self._held_out))]
+        rows = [self._sequence(document, number) for number, document in enumerate(self._held_out.documents)]
         for first in range(0, len(rows), _VALIDATION_BATCH):
             losses, targets = self._loss(*self._padded(rows[first : first + _VALIDATION_BATCH]))
             total += float(losses)
             count += int(targets)
-        texts = {document.id: document.text for document in self._validation.documents}
-        questions = self._validation.questions
+        texts = {document.id: document.text for document in self._held_out.documents}
+        questions = self._held_out.questions
         contexts = [[texts[question.gold]] for question in questions]
         return {"perplexity": math.exp(total / count), **reading_scores(self.lm, self.encoder, questions, contexts)}
-
-    def speed(self, examples: float) -> dict[str, float]:
-        return {"tokens_per_second": examples * self.config.corpus.sequence_length}
 
     def save(self, folder: Path) -> None:
         with quiet():

@@ -23,7 +23,7 @@ from pipelines.trainer import Task, Trainer
 
 @dataclass(frozen=True)
 class TaskKind:
-    """What a stage of a pipeline may do.
+    """A kind of stage.
 
     Attributes:
         config: the class of its recipes.
@@ -56,14 +56,10 @@ TASK_KINDS = {
 def run_task(task: str, recipe: Config, output: Path, label: str = "train") -> None:
     """Runs a task to its end, from wherever an earlier run of the same folder stopped.
 
-    Args:
-        task: one of `TASK_KINDS`.
-        recipe: its recipe; references to other stages are folders next to `output`.
-        output: the folder of the run.
-        label: of the progress bar.
+    References of the recipe to other stages are folders next to `output`.
 
     Raises:
-        ConfigError: when the folder holds a run of another recipe.
+        ConfigError: if the folder holds a run of another recipe.
     """
     keep_recipe(recipe, output)
     TASK_KINDS[task].run(with_stage_folders(recipe, output.parent), output, label)

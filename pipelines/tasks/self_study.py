@@ -1,7 +1,7 @@
-"""Self-study: an LM writes questions and answers about documents, and what does not pass the checks is dropped.
+"""Self-study: an LM writes questions and answers about documents, and pairs that fail the checks are dropped.
 
-The documents are cut into passages, and these go to the LM in groups. What comes of a group is one file in `groups/`,
-which depends on nothing but the group; so a run that was stopped goes on with the next group, and ends with the same
+The documents are cut into passages, and these go to the LM in groups. The rows of a group are one file in `groups/`,
+which depends on nothing but the group; so a run that was stopped continues with the next group, and ends with the same
 files as one that was not. Duplicates are found at the end, over all groups.
 """
 
@@ -11,7 +11,6 @@ import hashlib
 import json
 import random
 import shutil
-import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -45,14 +44,14 @@ Row = dict[str, Any]
 
 
 class SelfStudyConfig(Config):
-    """What determines the questions.
+    """Everything that determines the questions.
 
     Attributes:
         documents_sha256: digest of their ids, texts and metadata.
         lm: name of the LM.
         per_passage: questions to write about each passage.
         own_answers: True to keep the LM's own answers, which are not checked.
-        seed: random seed of what is asked about.
+        seed: random seed of the drawn subjects.
         prompts_sha256: digest of the code of prompts, rules and checks.
     """
 
@@ -98,13 +97,9 @@ class Counts:
 
 @dataclass(frozen=True)
 class Report:
-    """What came of a self-study.
+    """Results of a self-study: its counts, in all and of each kind of question.
 
-    Attributes:
-        documents: number of documents.
-        kept_standing: number of kept questions whose answer stands in the document.
-        total: counts of all questions.
-        kinds: counts of each kind of question.
+    `kept_standing` counts the kept questions whose answer stands in the document.
     """
 
     documents: int
@@ -125,7 +120,7 @@ class Report:
         return json.dumps(asdict(self), indent=2) + "\n"
 
     def tables(self) -> tuple[Table, Table]:
-        """What was kept of each kind of question and of all, and what each check dropped."""
+        """Kept questions of each kind and of all, and questions that each check dropped."""
         from rich.table import Table
 
         kinds = Table("kind of question", "asked for", "kept", "share", "answers in the document")
@@ -146,11 +141,7 @@ def _share(part: int, whole: int) -> str:
 
 
 def read_report(path: Path) -> Report | None:
-    """The report of a finished self-study; None if there is none.
-
-    Raises:
-        DataError: when it is damaged; names the file.
-    """
+    """The report of a finished self-study; None if there is none."""
     try:
         values = read_json(path, _LARGEST_REPORT)
         counts = {name: Counts(**values["kinds"][name]) for name in KINDS}
@@ -188,19 +179,16 @@ def study(
     Args:
         paths: files and folders of documents, as `mac-rag adapt` takes them.
         lm: name of the LM that writes; see `pipelines.synthesis.writers.make_writer`.
-        output: the folder. A run in it that was stopped goes on; a finished one is left as it is.
+        output: the folder. An interrupted run in it continues; a finished one is left as it is.
         per_passage: questions to write about each passage of a document.
         limit: largest number of documents, the first ones; None for all.
         own_answers: True to keep the questions with the answers that the LM gives after the passage, unchecked.
-        seed: random seed of what is asked about.
-
-    Returns:
-        What was kept, and what was dropped for which reason.
+        seed: random seed of the drawn subjects.
 
     Raises:
-        ConfigError: when the folder holds a run of another configuration; for an LM without room for a passage.
+        ConfigError: if the folder holds a run of another configuration; for an LM without room for a passage.
         DataError, DocumentError, BankError: for documents that cannot be read or that `mac-rag adapt` refuses.
-        ModelLoadError, WorkerError: when the LM cannot be loaded, or fails.
+        ModelLoadError, WorkerError: if the LM cannot be loaded, or fails.
     """
     documents = _checked(read_documents(find_files(paths))[:limit])
     config = SelfStudyConfig(
@@ -222,7 +210,7 @@ def study(
 
 
 def _checked(documents: list[Document]) -> list[Document]:
-    """The documents, if `mac-rag adapt` takes them and each fits into a row.
+    """Checks that `mac-rag adapt` takes the documents, and that each fits into a row; returns them.
 
     Raises:
         DataError, DocumentError, BankError: for one that does not; names it.
@@ -247,32 +235,24 @@ def _checked(documents: list[Document]) -> list[Document]:
 
 
 def _all_rows(documents: Sequence[Document], config: SelfStudyConfig, folder: Path, writer: Writer) -> list[Row]:
-    """The rows of all groups, those of an earlier run included; tells first what it will cost."""
+    """The rows of all groups, those of an earlier run included; first shows the costs."""
     asked = list(_plan(documents, config, writer))
     groups = [asked[first : first + _GROUP] for first in range(0, len(asked), _GROUP)]
-    costs = [sum(writer.tokens(each.passage, each.candidate.kind) for each in group) for group in groups]
+    cost = sum(writer.tokens(each.passage, each.candidate.kind) for each in asked)
     say(
         f"{len(documents):,} documents: {len(asked):,} questions to write, and at most as many to answer; that makes "
-        f"up to {2 * len(asked):,} prompts and {sum(costs):,} tokens",
+        f"up to {2 * len(asked):,} prompts and {cost:,} tokens",
         err=True,
     )
     make_folder(folder)
     rows: list[Row] = []
-    told = False
     with progress_bar("self-study", len(asked)) as bar:
         for number, group in enumerate(groups):
             path = folder / f"{number:06}.json"
             known = _read_group(path, group)
             if known is None:
-                began = time.perf_counter()
                 known = _written(group, config, writer)
                 write_text(path, sealed({"rows": known}).decode())
-                seconds = (time.perf_counter() - began) * sum(costs[number + 1 :]) / costs[number]
-                if not told and number + 1 < len(groups):
-                    bar.write(
-                        f"about {seconds / 60:,.0f} minutes are left" if seconds > 90 else "about a minute is left"
-                    )
-                told = True
             rows += known
             bar.advance(len(group))
             bar.note(f"{sum(row['dropped'] is None for row in rows):,} kept")
@@ -289,7 +269,7 @@ def _plan(documents: Sequence[Document], config: SelfStudyConfig, writer: Writer
 
 
 def _written(group: Sequence[_Asked], config: SelfStudyConfig, writer: Writer) -> list[Row]:
-    """What the LM writes for a group: a row for each question, and in it the first check that it fails, if any."""
+    """Lets the LM write the questions of a group: a row for each, with the first check that it fails, if any."""
     texts = writer.write(
         [asking(each.passage.text, each.candidate) for each in group],
         [most_tokens(each.candidate.kind, answer=False) for each in group],

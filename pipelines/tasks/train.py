@@ -13,7 +13,6 @@ from torch import Tensor
 from mac_rag.config import BaseLMConfig, MACConfig
 from mac_rag.data.characters import shown_id
 from mac_rag.data.dates import ALWAYS, moment_of
-from mac_rag.data.metrics import best_over, exact_match, f1
 from mac_rag.data.types import Document, QADataset, Question
 from mac_rag.engine import MACEngine
 from mac_rag.errors import ConfigError, DataError
@@ -27,17 +26,14 @@ from pipelines.corpora.qa_data import ContextMiner, DataConfig, retrieved
 from pipelines.corpora.title_groups import drawn, title_groups
 from pipelines.objective import Batch, LossWeights, mac_loss
 from pipelines.tasks.kv_regression import init_by_kv_regression
+from pipelines.tasks.open_book import mean_scores
 from pipelines.tasks.train_config import READING_EVERY, ReadingTurns, TrainConfig
 from pipelines.tasks.tune_qa import LORA_RANK, TrainingSequence, TuneConfig, TuneTask
 from pipelines.trainer import Task, TrainerConfig
 
 
 class TrainTask(Task):
-    """A MAC model with its training batches and its validation on a held-out stream.
-
-    Args:
-        config: the recipe.
-    """
+    """A MAC model with its training batches and its validation on a held-out stream."""
 
     def __init__(self, config: TrainConfig) -> None:
         super().__init__()
@@ -58,7 +54,7 @@ class TrainTask(Task):
                 "model.prompt.abstention"
             )
         self.model.use_master_weights()
-        # Now, not when a batch draws a text that is too long.
+        # Texts that are too long are divided now, not once a batch draws one.
         reconstruction = any(losses.reconstruction for losses in config.all_losses)
         unanswered = not any(losses.need_answers for losses in config.all_losses)
         data = config.data.training_set(unanswered=unanswered)
@@ -138,7 +134,7 @@ class TrainTask(Task):
     def _with_further(
         self, documents: list[Document], texts: list[str], questions: Sequence[Question]
     ) -> list[list[int]]:
-        """Adds the documents that questions need beside their own to those of a batch; returns where they stand.
+        """Adds the documents that questions need beside their own to those of a batch; returns their indices.
 
         Documents that are not in the data, as those that are too long, are left out.
         """
@@ -151,7 +147,7 @@ class TrainTask(Task):
         return [[places[name] for name in question.further_ids if name in places] for question in questions]
 
     def _abstains(self, question: Question, mined: Sequence[Document], *, from_memory: bool) -> bool:
-        """True if there is an abstention, and neither memory nor a document in front holds the answer."""
+        """True if the prompt has an abstention, and neither memory nor a document before the question answers it."""
         if self.model.config.prompt.abstention is None or from_memory:
             return False
         return question.document_id not in {document.id for document in mined}
@@ -209,7 +205,7 @@ class TrainTask(Task):
         return figures | self._losses()
 
     def _losses(self) -> dict[str, float]:
-        """Each term on the held-out documents, in batches as in training; no documents stand in front of questions."""
+        """Each term on the held-out documents, in batches as in training; questions have no documents before them."""
         questions_of = self._validation.questions_by_document()
         documents = [document for document in self._validation.documents if questions_of[document.id]]
         most = self.config.questions_per_document
@@ -241,18 +237,14 @@ def _target(question: Question) -> str:
 
 
 def moment(document: Document) -> int:
-    """When a document counts, in microseconds since 1970; before all others without a date."""
+    """Date of a document in microseconds since 1970; a document without one is before all others."""
     return ALWAYS if document.date is None else moment_of(document.date)
 
 
 def _figures(engine: MACEngine, questions: Sequence[Question], contexts: list[list[str]] | None) -> dict[str, float]:
     """EM and F1 of the engine's answers."""
     generated = engine.answer([question.question for question in questions], contexts=contexts, overflow="truncate")
-    pairs = [(answer.text, question.answers) for answer, question in zip(generated, questions, strict=True)]
-    return {
-        name: sum(best_over(metric, text, answers) for text, answers in pairs) / len(pairs)
-        for name, metric in (("em", exact_match), ("f1", f1))
-    }
+    return mean_scores([answer.text for answer in generated], questions)
 
 
 def _require_gradients(network: MACConfig, device: torch.device) -> None:
@@ -296,7 +288,7 @@ def _from_all_processes(phi: Tensor) -> Tensor:
 
 
 def reading_task(turns: ReadingTurns, base_lm: BaseLM, data: DataConfig, trainer: TrainerConfig) -> TuneTask:
-    """The task of these steps, around an LM that is trained elsewhere.
+    """The task of the reading steps, around an LM that is trained elsewhere.
 
     Raises:
         ConfigError: as `TuneTask`.

@@ -13,7 +13,7 @@ from pipelines.corpora.qa_data import ContextConfig, DataConfig
 from pipelines.objective import LossWeights
 from pipelines.trainer import TrainerConfig
 
-READING_EVERY = 3  # every third step is one of reading: most steps go to what is new to the LM
+READING_EVERY = 3  # every third step is one of reading: most steps train the use of memory, which is new to the LM
 
 
 class CurriculumConfig(Config):
@@ -32,12 +32,12 @@ class CurriculumConfig(Config):
 
 
 class ReadingTurns(Config):
-    """How the LM goes on reading while it learns to use memory. What is not said here is as in `TuneConfig`.
+    """Steps in which the LM reads on while it learns to use memory. Everything else is as in `TuneConfig`.
 
-    A step has as many questions as the others of the training have at most.
+    Such a step has as many questions as the largest other step.
 
     Attributes:
-        context: what stands in front of them.
+        context: the documents before the questions.
         question_blind, sequence_length: see `pipelines.tasks.tune_qa.TuneConfig`.
     """
 
@@ -50,12 +50,12 @@ class TrainConfig(Config):
     """A recipe of `pipelines.train`. `trainer.batch_size` counts documents, K in the paper.
 
     Attributes:
-        model: the networks; beside a preset, the values that shall differ from the preset's. Give a model, a preset, or
+        model: the networks; beside a preset, the values that differ from the preset's. Give a model, a preset, or
             `start_from`.
         preset: name of a preset; see `mac_rag.model.presets`.
         base_lm: short for `model: {base_lm: ...}` beside a preset, such as `{name: ...}` for an LM that was tuned on
-            questions. What it does not say stays the preset's, as dtype and quantisation do.
-        start_from: name or folder of a MAC checkpoint whose training goes on.
+            questions. Values that it lacks stay the preset's, as dtype and quantisation do.
+        start_from: name or folder of a MAC checkpoint whose training continues.
         init: first weights of the networks of `model`: those of the pretrained backbones and random ones elsewhere
             (`pretrained`), or fitted by regression to the keys and values that the base LM computes (`kv_regression`;
             see `pipelines.tasks.kv_regression`).
@@ -67,15 +67,15 @@ class TrainConfig(Config):
         negatives: number of documents of earlier batches that are negatives of the contrastive loss.
         distractors: number of negatives that each question adds to the documents which all questions attend to: those
             with the highest document prior.
-        context: retrieved documents in front of the questions, `LM(d + x; phi*)`; without a retriever the LM reads the
+        context: retrieved documents before the questions, `LM(d + x; phi*)`; without a retriever the LM reads the
             question alone.
         without_memory: share of the questions after documents that the LM answers without memory. A base LM that is
             trained jointly then still reads without it.
-        gold_hidden: share of the questions from which aggregation hides the document that answers them, as if nobody
-            had put it into the bank. Where no document in front of such a question answers it either, the target is the
-            model's `prompt.abstention`; likewise where a question has no memory.
+        gold_hidden: share of the questions from which aggregation hides the document that answers them, as if the bank
+            lacked it. If no document before such a question answers it either, the target is the model's
+            `prompt.abstention`; likewise for a question without memory.
         reading: steps between the others in which the LM reads documents without memory, as by `pipelines.tune_qa`;
-            None for none. A base LM that is trained jointly then goes on learning to read.
+            None for none. A base LM that is trained jointly then continues to learn to read.
         curriculum: the first steps; None for whole documents and all losses from the start.
         tune_base_lm: `frozen`, or joint training of all weights (`full`) or of low-rank updates that are merged at the
             end (`lora`).

@@ -32,7 +32,7 @@ _LENGTH_RATIO = 1.5  # largest ratio of the longest to the shortest text that th
 _GROUP = 80  # consecutive documents with one title that stay together in a batch, at most: a third of mac-small's 240
 _QUESTIONS = 2  # drawn for each document of a batch
 _TOGETHER = 256  # held-out texts that are encoded at a time
-# Learning rates of what compares texts, as multiples of the encoder's, which is trained already: it hardly has to move.
+# Learning rates of the prior's own weights, in those of the encoder, which is trained already and hardly has to move.
 _PROJECTIONS, _SCALE, _LEXICAL_WEIGHT = 3.0, 10.0, 100.0
 
 
@@ -59,15 +59,12 @@ class PriorBatch(NamedTuple):
 
 
 class TunePriorTask(Task):
-    """A MAC model of which the sentence encoder and the document prior are trained, and the encoder's embeddings not.
+    """Trains the document prior and the sentence encoder of a MAC model, but not the encoder's embeddings.
 
     The weight of hashed BM25, a setting of the model, is trained, too, by its logarithm.
 
     The figures of validation are `first` and `among_three`, the shares of held-out questions whose document the prior
     ranks first, and among the first three, of all held-out documents.
-
-    Args:
-        config: the recipe.
 
     Raises:
         ConfigError: for a model without a sentence encoder.
@@ -133,7 +130,7 @@ class TunePriorTask(Task):
         return self._prior.queries(compared(self.model.input_encoder, questions), weight)
 
     def parameter_groups(self) -> list[dict[str, Any]]:
-        """Those of the encoder as of any network, and what compares texts without weight decay, at higher rates."""
+        """The encoder's groups as of any network, and the prior's weights without weight decay, at higher rates."""
         rates = dict.fromkeys((self._prior.query.weight, self._prior.key.weight), _PROJECTIONS)
         rates[self._prior.log_scale] = _SCALE
         if self.log_lexical_weight is not None:
@@ -159,7 +156,7 @@ class TunePriorTask(Task):
         return {name: float((rank < count).float().mean()) for name, count in (("first", 1), ("among_three", 3))}
 
     def save(self, folder: Path) -> None:
-        """Writes the whole model: what a checkpoint holds is told by what can be trained."""
+        """Writes the whole model: `save_pretrained` stores the weights that can be trained."""
         config = self.model.config
         if config.hashed_bm25 is not None and self.log_lexical_weight is not None:
             weight = float(self.log_lexical_weight.detach().exp())
@@ -179,14 +176,9 @@ def _parts(rows: list[list[int]]) -> Iterator[list[list[int]]]:
 
 
 def compared(encoder: TextEncoder, rows: Sequence[Sequence[int]]) -> MemoryTokens:
-    """What the document prior compares of K texts, with gradients of the sentence encoder and no other memory tokens.
+    """The sentence token and the lexical vectors of K texts, which the document prior compares.
 
-    Args:
-        encoder: an encoder with a sentence encoder.
-        rows: token ids of each text.
-
-    Returns:
-        One token of each text, and its lexical vectors, if the model has any.
+    Gradients reach the sentence encoder. `rows` are the token ids of each text.
     """
     network = encoder.network
     parts, order = [], []

@@ -1,4 +1,4 @@
-"""Tuning a base LM on questions and answers, from which the baselines and the evaluations with a retriever start."""
+"""Tunes a base LM on questions and answers. The baselines and the evaluations with a retriever start from it."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from pipelines.tasks.open_book import reading_scores
 from pipelines.tasks.pointer import init_pointer_head, last_attention, places_of, pointer_loss
 from pipelines.trainer import Task, TrainerConfig, shuffled
 
-_COUNTED, _READ = 2048, 32  # training questions whose answer tokens are counted; those of them whose prompts are read
+_COUNTED, _READ = 2048, 32  # training questions whose answers are counted, and whose prompts are read
 LORA_RANK = 16  # of low-rank updates of an LM, as in LoRA's experiments on wide LMs (Hu et al., 2022)
 # Largest share of document tokens that a question does not attend to, where the documents are question-blind; drawn
 # uniformly for each question. A memory holds fewer vectors than a text has tokens.
@@ -44,10 +44,10 @@ class TuneConfig(Config):
     """A recipe of `pipelines.tune_qa`.
 
     Attributes:
-        base_lm: the LM; beside a preset, the values that shall differ from the preset's LM.
+        base_lm: the LM; beside a preset, the values that differ from the preset's LM.
         preset: name of a preset (see `mac_rag.model.presets`), whose LM is tuned in its dtype, without quantisation.
         prompt: the templates. With `prompt.abstention`, this text is the target of a question whose own document is not
-            in front of it; without, the answer always is.
+            before it; without, the answer always is.
         tune: train all weights (`full`), or low-rank updates that are merged at the end (`lora`).
         questions_per_context: questions after one set of documents: the one that they were retrieved for, and others
             that they answer.
@@ -77,7 +77,7 @@ class TuneConfig(Config):
         changes = {"base_lm": values["base_lm"]} if "base_lm" in values else {}
         base_lm = preset_values(values.pop("preset"), changes)["base_lm"]
         if isinstance(base_lm, Mapping):
-            # What is trained cannot be quantised; the preset's own quantisation is for MAC, which leaves the LM frozen.
+            # Trained weights cannot be quantised; the preset's quantisation is for MAC, which leaves the LM frozen.
             base_lm = {**base_lm, "quantization": changes.get("base_lm", {}).get("quantization", "none")}
         return {**values, "base_lm": base_lm}
 
@@ -103,9 +103,7 @@ class TrainingSequence(NamedTuple):
 class TuneTask(Task):
     """An LM and its questions. Validation gives EM and F1 without documents and with each number of them.
 
-    Args:
-        config: the recipe.
-        base_lm: the LM in place of the recipe's, if another task trains it, too; that one says what of it is trained.
+    Another task that trains the LM, too, gives it as `base_lm`, and decides which of its weights are trained.
     """
 
     def __init__(self, config: TuneConfig, base_lm: BaseLM | None = None) -> None:

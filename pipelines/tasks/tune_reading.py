@@ -319,8 +319,8 @@ class TuneReadingTask(Task):
         updates = [p for p in self.lm.parameters() if p.requires_grad]
         return [
             {"params": updates},
-            # At the rate of the updates: ten times as fast, it falls to 0.23 before the LM can tell documents apart, and
-            # then the answers from three documents are worse than those from the first one.
+            # At the rate of the updates. Ten times as fast, it fell to 0.23 before the LM could tell documents apart,
+            # and answers from three documents were worse than those from the first.
             {"params": [self.bias_scale], "weight_decay": 0.0},
         ]
 

@@ -88,11 +88,6 @@ def test_command(command: Command, tiny_checkpoint: Path, tmp_path: Path) -> Non
     assert all(row.name in shown for row in result.rows)
     samples = result.read_samples(tmp_path / "curve.json")
     assert len(samples) == 10
-    _, _, _ = command("eval.bank_size", *arguments[:-1], "off.json", "--prior", "off")
-    off = Result.read(tmp_path / "off.json")
-    assert [row.name for row in off.rows] == ["4 documents, without prior", "20 documents, without prior"]
-    for all_rows, one in zip(samples, off.read_samples(tmp_path / "off.json")):
-        assert one.rows["20 documents, without prior"] == all_rows.rows["20 documents, without prior"]
 
 
 def test_a_model_without_a_prior_is_measured_without_it(
@@ -101,10 +96,6 @@ def test_a_model_without_a_prior_is_measured_without_it(
     plain = AggregationConfig(blocks=1, heads=2, head_width=8)
     MACModel.from_config(mac_config(model_folder("llama"), aggregation=plain)).save_pretrained(tmp_path / "plain")
     arguments = ("--model", tmp_path / "plain", "--sizes", "3", "--questions", "3", "--output", "r.json")
-    code, _, errors = command("eval.bank_size", *arguments)
-    assert code == 1
-    assert "has no document prior; measure it with --prior off" in errors
-    assert not (tmp_path / "r.json").exists()
-    code, shown, _ = command("eval.bank_size", *arguments, "--prior", "off")
+    code, _, _ = command("eval.bank_size", *arguments)
     assert code == 0
-    assert "3 documents, without prior" in shown
+    assert [row.name for row in Result.read(tmp_path / "r.json").rows] == ["3 documents, without prior"]

@@ -10,7 +10,7 @@ import pytest
 from eval.harness import paper_plan as plan
 from eval.harness.paper_plan import DATASETS, Step, StepRecord, read_records, write_records
 from eval.harness.results import Result, checkout
-from eval.paper import AnswerDigests, finished, run_steps
+from eval.paper import finished, run_steps
 from mac_rag.errors import DataError
 from mac_rag.model import MACModel
 from tests.eval.helpers import Command, result, scored
@@ -18,7 +18,7 @@ from tests.helpers import DEEP, DIGITS
 
 
 def on(checkpoint: Path) -> Step:
-    arguments = ("--model", str(checkpoint), "--sizes", "3", "--questions", "3", "--prior", "off")
+    arguments = ("--model", str(checkpoint), "--sizes", "3", "--questions", "3")
     return Step("bank_size", "bank_size", arguments)
 
 
@@ -54,7 +54,7 @@ class TestRun:
     def test_a_result_of_another_command_commit_or_model_does_not_count(
         self, tiny_checkpoint: Path, tiny_model: MACModel, tmp_path: Path
     ) -> None:
-        step, commit, prints = on(tiny_checkpoint), checkout(), AnswerDigests()
+        step, commit = on(tiny_checkpoint), checkout()
         model = result("bank_size").model
         assert model is not None
         mine = model.model_copy(
@@ -64,16 +64,16 @@ class TestRun:
             }
         )
         made = result("bank_size", command=step.shown(tmp_path), git=commit, model=mine)
-        assert not finished(step, tmp_path, commit, prints)
+        assert not finished(step, tmp_path, commit)
         made.write(step.result(tmp_path))
-        assert finished(step, tmp_path, commit, prints)
-        assert not finished(replace(step, arguments=("--seed", "1")), tmp_path, commit, prints)
-        assert not finished(step, tmp_path, None if commit else result("x").git, prints)
+        assert finished(step, tmp_path, commit)
+        assert not finished(replace(step, arguments=("--seed", "1")), tmp_path, commit)
+        assert not finished(step, tmp_path, None if commit else result("x").git)
         for other in ({"answer_digest": "00"}, {"name": str(tmp_path / "gone")}):
             made.model_copy(update={"model": mine.model_copy(update=other)}).write(step.result(tmp_path))
-            assert not finished(step, tmp_path, commit, prints)
+            assert not finished(step, tmp_path, commit)
         step.result(tmp_path).write_text("{")
-        assert not finished(step, tmp_path, commit, prints)
+        assert not finished(step, tmp_path, commit)
 
     @pytest.mark.parametrize("content", ["[1]", "1", DEEP, f"[{DIGITS}]"])
     def test_damaged_records_are_named(self, tmp_path: Path, content: str) -> None:
@@ -134,7 +134,7 @@ class TestCommand:
         (tmp_path / "file").touch()
         code, _, errors = command("eval.paper", "--output", tmp_path / "file")
         assert code == 1
-        assert "cannot be a folder" in errors
+        assert "cannot be written" in errors
 
 
 def test_records_are_read_as_they_were_written(tmp_path: Path) -> None:

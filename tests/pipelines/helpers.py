@@ -19,10 +19,7 @@ TRAINER = {
 def metrics(output: Path) -> list[dict[str, Any]]:
     """The lines of a run's log without what is measured of the machine."""
     lines = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
-    return [
-        {name: value for name, value in line.items() if name not in ("seconds_per_step", "tokens_per_second")}
-        for line in lines
-    ]
+    return [{name: value for name, value in line.items() if name != "seconds_per_step"} for line in lines]
 
 
 def command(module: str, *options: str) -> Result:

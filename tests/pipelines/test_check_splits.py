@@ -63,7 +63,7 @@ def test_test_data_in_training_is_found(tmp_path: Path, monkeypatch: pytest.Monk
     found = command("pipelines.check_splits", *options, "--set", "data.train=qa_lt_val")
     assert "shares with qa_lt_val: 1 of 1 documents, 1 of 1 titles, 2 of 2 questions" in found.stdout
     assert "4 paragraphs, titles or questions" in str(found.exception)
-    (tmp_path / "pretrain.yaml").write_text(yaml.safe_dump({"corpus": {"documents": 5}, "trainer": trainer}))
+    (tmp_path / "pretrain.yaml").write_text(yaml.safe_dump({"documents": 5, "trainer": trainer}))
     assert "nothing to compare" in command("pipelines.check_splits", str(tmp_path / "pretrain.yaml")).stdout
 
 

@@ -17,9 +17,8 @@ from mac_rag.data.newswire.generate import generate
 from mac_rag.data.types import Document, QADataset, Question
 from mac_rag.errors import ConfigError
 from mac_rag.retrieval import BM25Retriever, encoders
-from pipelines.corpora import retrieved_contexts as mining
-from pipelines.corpora.qa_data import ContextConfig, ContextMiner
-from pipelines.corpora.retrieved_contexts import Retrieved
+from pipelines.corpora import qa_data as mining
+from pipelines.corpora.qa_data import ContextConfig, ContextMiner, Retrieved
 from tests.retrieval.helpers import WordEncoder
 
 DATA = generate("train", 60, questions_per_document=4)

@@ -284,17 +284,18 @@ def test_bad_recipes_name_what_is_wrong(tmp_path: Path, text: str, message: str)
         load_recipe(TrainConfig, str(path), None)
 
 
-def test_options_stand_for_values_of_the_recipe(model_folder: Folder, tmp_path: Path) -> None:
-    """They win over the recipe and --set, and a run that they made goes on with them alone."""
+def test_set_wins_over_the_recipe(model_folder: Folder, tmp_path: Path) -> None:
+    """A run that it made goes on with the same values alone."""
     recipe = train_recipe(model_folder, context={}).model_dump(mode="json")
     (tmp_path / "train.yaml").write_text(yaml.safe_dump(recipe))
     output = tmp_path / "out"
     common = ("--config", str(tmp_path / "train.yaml"), "--output", str(output))
-    options = (*common, "--retriever", "hybrid-of-nothing", "--k", "1,2", "--base-lm", "lora", "--set", "context.k=[9]")
-    assert "hybrid-of-nothing" in str(command("pipelines.train", *options).exception)
+    values = ("--set", "context.k=[1,2]", "--set", "tune_base_lm=lora", "--set")
+    wrong = command("pipelines.train", *common, *values, "context.retriever=hybrid-of-nothing")
+    assert "hybrid-of-nothing" in str(wrong.exception)
     assert not output.exists()
-    options = (*common, "--retriever", "mac_rag.retrieval:BM25Retriever", "--k", "1,2", "--base-lm", "lora")
-    finished = command("pipelines.train", *options, "--set", "context.k=[9]")
+    options = (*common, *values, "context.retriever=mac_rag.retrieval:BM25Retriever")
+    finished = command("pipelines.train", *options)
     assert finished.exit_code == 0, finished.exception
     kept = yaml.safe_load((output / "config.yaml").read_text())
     assert kept["context"]["retriever"] == "mac_rag.retrieval:BM25Retriever"
@@ -304,12 +305,12 @@ def test_options_stand_for_values_of_the_recipe(model_folder: Folder, tmp_path: 
     assert "another configuration" in str(command("pipelines.train", *common).exception)
 
 
-def test_an_lm_is_tuned_with_the_retriever_of_the_option(model_folder: Folder, tmp_path: Path) -> None:
+def test_an_lm_is_tuned_with_a_retriever(model_folder: Folder, tmp_path: Path) -> None:
     recipe = {"base_lm": {"name": str(model_folder("gpt2"))}, "data": DATA, "trainer": TRAINER}
     (tmp_path / "tune.yaml").write_text(yaml.safe_dump(recipe))
-    common = ("--config", str(tmp_path / "tune.yaml"), "--output", str(tmp_path / "out"), "--retriever", "bm25")
-    assert command("pipelines.tune_qa", *common, "--k", "1,3").exit_code == 0
+    common = ("--config", str(tmp_path / "tune.yaml"), "--set", "context.retriever=bm25", "--output")
+    assert command("pipelines.tune_qa", *common, str(tmp_path / "out"), "--set", "context.k=[1,3]").exit_code == 0
     assert {"em_closed", "em_retrieved_1", "em_retrieved_3"} <= metrics(tmp_path / "out")[-1].keys()
     for wrong, message in (("x", "context.k.0"), ("0", "at least 1"), ("1]", "not valid YAML"), ("50", "k is 50")):
-        found = command("pipelines.tune_qa", *common[:3], str(tmp_path / wrong), *common[4:], "--k", wrong)
+        found = command("pipelines.tune_qa", *common, str(tmp_path / wrong), "--set", f"context.k=[{wrong}]")
         assert message in str(found.exception)

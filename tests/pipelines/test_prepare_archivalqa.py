@@ -14,8 +14,15 @@ import pytest
 from mac_rag.data import load_dataset
 from mac_rag.data.newswire.generate import generate
 from mac_rag.errors import DataError
-from pipelines.corpora.nitf import Article, parse_article, read_articles
-from pipelines.prepare_archivalqa import YEARS, find_articles, read_questions, write_splits
+from pipelines.prepare_archivalqa import (
+    YEARS,
+    Article,
+    find_articles,
+    parse_article,
+    read_articles,
+    read_questions,
+    write_splits,
+)
 from pipelines.prepare_archivalqa import main as prepare
 
 HEADER = '<?xml version="1.0" encoding="UTF-8"?>\n<!DOCTYPE nitf SYSTEM "http://www.nitf.org/nitf-3-3.dtd">\n'

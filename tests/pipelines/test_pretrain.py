@@ -15,15 +15,11 @@ from tests.pipelines.helpers import TRAINER
 
 
 def pretrain_recipe(**values: Any) -> PretrainConfig:
-    lm = {"hidden_size": 16, "layers": 2, "heads": 2, "vocabulary": 300}
-    return PretrainConfig.parse(
-        {"lm": lm, "trainer": {**TRAINER, "best": "perplexity", "best_mode": "min"}, **values}, "t"
-    )
+    return PretrainConfig.parse({"trainer": {**TRAINER, "best": "perplexity", "best_mode": "min"}, **values}, "t")
 
 
 def test_an_lm_from_newswire(tmp_path: Path) -> None:
-    corpus = {"documents": 60, "validation_documents": 4, "copy_steps": 2}
-    recipe = pretrain_recipe(corpus=corpus)
+    recipe = pretrain_recipe(documents=60, validation_documents=4, copy_steps=2)
     task = PretrainTask(recipe, tmp_path)
     ids, targets = task.batch(0, 0, 3)  # random tokens said twice, the second time as targets
     half = (ids.shape[1] - 1) // 2
@@ -46,7 +42,7 @@ def test_an_lm_from_newswire(tmp_path: Path) -> None:
 
 
 def test_the_loss_is_the_mean_over_the_tokens_after_the_first(tmp_path: Path) -> None:
-    task = PretrainTask(pretrain_recipe(corpus={"documents": 20, "validation_documents": 4}), tmp_path)
+    task = PretrainTask(pretrain_recipe(documents=20, validation_documents=4), tmp_path)
     batch = task.batch(0, 0, 4)
     assert torch.equal(batch[1] == -100, batch[0] == task.tokenizer.pad_token_id)
     total, count = 0.0, 0

@@ -29,8 +29,9 @@ shared:
 stages:
   lm:
     task: pretrain
-    corpus: {documents: 60, validation_documents: 4, sequence_length: 224}
-    lm: {hidden_size: 16, layers: 2, heads: 2, vocabulary: 300}
+    documents: 60
+    validation_documents: 4
+    sequence_length: 224
     trainer: *trainer
   reader:
     task: tune_qa

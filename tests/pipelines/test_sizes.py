@@ -143,7 +143,7 @@ class TestShapes:
         with pytest.raises(ModelLoadError, match="layers is 9, but the LM has 2"):
             empty_model(deep)
         later = TrainConfig.model_validate({"start_from": "mac-tiny", "trainer": TRAINER})
-        with pytest.raises(ConfigError, match="goes on with mac-tiny"):
+        with pytest.raises(ConfigError, match="starts from mac-tiny"):
             sizes_of(later)
 
 

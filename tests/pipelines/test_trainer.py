@@ -168,7 +168,7 @@ class TestResume:
             path.write_bytes(path.read_bytes()[:-8])
         else:
             path.unlink()
-        with pytest.raises(DataError, match=rf"step-00000008 is damaged \({path.stem}\): .*the run starts anew"):
+        with pytest.raises(DataError, match=rf"step-00000008 is damaged \({path.stem}\): .*starts from the beginning"):
             train(tmp_path)
 
     def test_a_step_of_another_number_of_passes_is_refused(self, tmp_path: Path) -> None:

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from eval.harness.export import export_folder
-from eval.harness.results import Result
+from eval.harness.results import Result, writable_folder
 from mac_rag.data.newswire.generate import generate
 from mac_rag.errors import ConfigError
 from tests.eval.helpers import Command
@@ -73,5 +72,5 @@ def test_questions_without_documents_have_no_reference_contexts(
 
 def test_a_place_that_cannot_be_a_folder_is_refused_before_the_work(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError, match=r"--export .*file cannot be made a folder"):
-        export_folder(tmp_path / "file")
+    with pytest.raises(ConfigError, match=r"--export: .*file cannot be written"):
+        writable_folder(tmp_path / "file", "--export")

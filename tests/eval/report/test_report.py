@@ -1,4 +1,4 @@
-"""The page and the Markdown file of results made by hand."""
+"""The page of results made by hand."""
 
 from __future__ import annotations
 
@@ -181,19 +181,18 @@ class TestCollection:
 
 
 class TestCommand:
-    def test_writes_both_files(self, command: Command, tmp_path: Path) -> None:
+    def test_writes_the_page(self, command: Command, tmp_path: Path) -> None:
         result("peft", [scored("LoRA", 0.4), scored("P-tuning v2", 0.5)], not_run={"FiLM": "no time"}).write(
             tmp_path / "peft.json"
         )
-        code, shown, _ = command("eval.report.__main__", tmp_path, "--output", tmp_path / "out" / "all.html")
+        written = tmp_path / "out" / "all.html"
+        code, shown, _ = command("eval.report.__main__", tmp_path, "--output", written)
         assert code == 0
-        assert shown.splitlines() == [f"Report: {tmp_path / 'out' / 'all'}.{end}" for end in ("html", "md")]
-        text = (tmp_path / "out" / "all.md").read_text()
-        assert "| P-tuning v2 | **25.0** | **50.0** | 50.0 |" in text
-        assert "- not run: FiLM: no time" in text.split("## Not run")[0]
-        assert "python -m eval.variants quantization" in text.split("## Not run")[1]
-        for block in re.findall(r"(?:^\|.*\n)+", text, flags=re.MULTILINE):
-            assert len({line.count(" | ") for line in block.splitlines()[:1] + block.splitlines()[2:]}) == 1
+        assert shown == f"Report: {written}\n"
+        shown, missing = written.read_text().split("What was not run</h2>")
+        assert '<td>P-tuning v2</td><td class="best">25.0</td><td class="best">50.0</td><td>50.0</td>' in shown
+        assert "FiLM: no time" in shown
+        assert "python -m eval.variants quantization" in missing
 
     @pytest.mark.parametrize(
         ("arguments", "message"),
