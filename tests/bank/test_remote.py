@@ -18,7 +18,7 @@ from mac_rag.bank.verify import verify
 from typer.testing import CliRunner
 
 from mac_rag.bank import MemoryBank
-from mac_rag.bank.remote import _Remote, pull, push
+from mac_rag.bank.remote import pull, push
 from mac_rag.cli.main import app
 from mac_rag.data.types import Document
 from mac_rag.errors import BankError, DamageError, FingerprintError
