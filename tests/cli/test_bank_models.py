@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from pathlib import Path
 
@@ -96,20 +95,3 @@ def test_a_bank_that_names_no_model(bank: Path, checkpoint: Path) -> None:
     assert run("ask", "Who?", "--bank", bank, "--model", checkpoint).exit_code == 0
     assert run("adapt", "a.txt", "--bank", bank, "--model", checkpoint).exit_code == 0
     assert MemoryBank.open(bank).model == str(checkpoint)
-
-
-
-def test_a_pipe_or_another_banks_name_is_no_name(tmp_path: Path) -> None:
-    write_model_name(tmp_path, "f", "name")
-    assert read_model_name(tmp_path, "f") == "name"
-    assert read_model_name(tmp_path, "g") is None
-    (tmp_path / MODEL_NAME).unlink()
-    os.mkfifo(tmp_path / MODEL_NAME)
-    assert read_model_name(tmp_path, "f") is None
-
-
-def test_what_a_killed_writer_left_is_removed(bank: Path) -> None:
-    (bank / f"{MODEL_NAME}.new").write_text("half")
-    MemoryBank.open(bank, write=True).close()
-    assert not (bank / f"{MODEL_NAME}.new").exists()
-    assert (bank / MODEL_NAME).exists()
