@@ -266,8 +266,10 @@ class Contents:
             DamageError: when it is not what was written.
         """
         place = int(torch.searchsorted(self._directory.sequences, sequence))
-        rows = int(self._directory.timeline.rows[place])
-        return self._made(sequence, rows, self._members(sequence, sequence)[sequence])
+        members = self._members(sequence, sequence).get(sequence)
+        if members is None or place == len(self._directory.sequences):
+            raise BankError(f"{self.path or 'this bank'} holds no entry {sequence:,}")
+        return self._made(sequence, int(self._directory.timeline.rows[place]), members)
 
     def _made(self, sequence: int, rows: int, members: tuple[Member, ...]) -> BankEntry:
         first = sequence << PART_BITS
@@ -286,7 +288,10 @@ class Contents:
                 if _crc(*member) != crc:
                     raise ValueError("its checksum differs")
                 name, content_hash, metadata, added = member
-                known = Member(name, content_hash, parse_json(metadata, depth=METADATA_DEPTH), added)
+                parsed = parse_json(metadata, depth=METADATA_DEPTH)
+                if not isinstance(parsed, dict):
+                    raise TypeError("its metadata are no JSON object")
+                known = Member(name, content_hash, parsed, added)
             except (ValueError, TypeError, AttributeError) as error:
                 raise DamageError(
                     f"{self.connection.path} is damaged: document {member[0]!r:.80}: {error}{_REMEDY}"
@@ -635,6 +640,7 @@ class MemoryBank(Contents):
         self._is_unclean = False  # something that was deleted is in the log
         self._added: list[Record] = []
         self._removed: set[int] = set()
+        self._unused = 0  # numbers below were those of entries that a rollback has taken back
         self._touched: set[int] = set()  # entries that were deleted or described anew since the last commit
         self._latest: weakref.ref[Pin] | None = None
         self._pin: Pin | None = None
@@ -730,7 +736,8 @@ class MemoryBank(Contents):
             self._state = self._state._replace(
                 directory=directory.without(self._removed).joined(Directory.of(added))
                 if added
-                else directory.without(self._removed)
+                else directory.without(self._removed),
+                keys=None if self._removed else self._state.keys,
             )
             self._added, self._removed = [], set()
         return self._state
@@ -1024,11 +1031,16 @@ class MemoryBank(Contents):
         self.version += 1
 
     def _begin_transaction(self, link: Connection) -> None:
-        if not link.in_transaction:
-            assert self._database is not None
-            if self._database.lock is not None:
-                self._database.lock.check()
-            link.write("BEGIN IMMEDIATE")
+        assert self._database is not None
+        self._database.check_writer()
+        if link.in_transaction:
+            return
+        link.write("BEGIN IMMEDIATE")
+        settings, writer = self._committed.settings, self._committed.writer
+        [(latest,)] = link.rows("SELECT value FROM setting WHERE name = 'version'")
+        if latest != str(settings.version) or writer_at(link, settings.version) != writer:
+            link.end()
+            raise BankError(f"{self.path} was changed by another process meanwhile; open it again and repeat the change")
 
     def _entries_of(self, link: Connection, names: Sequence[str]) -> list[int]:
         """Sequence numbers of the entries of documents, ascending; none for those that the bank does not hold."""
@@ -1062,7 +1074,7 @@ class MemoryBank(Contents):
             return
         settings = self._state.settings
         shape = self.layout.row_shape(rows)
-        first = settings.next_sequence
+        first = max(settings.next_sequence, self._unused)
         records = [Record(number, entry.rows, entry.members) for number, entry in enumerate(entries, first)]
         link.write(
             "INSERT INTO entry VALUES (?, ?, ?, ?)",
@@ -1157,6 +1169,7 @@ class MemoryBank(Contents):
         """Puts a bank that was in memory into a file."""
         assert self._database is not None
         settings = self._now.settings.model_copy(update={"version": 1})
+        self.connection.write("INSERT OR REPLACE INTO writer VALUES (1, ?)", [(self._name,)])
         database = Database.create(path, self.connection, settings.by_name)
         self._database.close()
         version = self.version
@@ -1175,6 +1188,7 @@ class MemoryBank(Contents):
                 self._settle(settings)
                 return
             if self._state is not self._committed or self._added or self._removed:
+                self._unused = max(self._unused, self._state.settings.next_sequence)
                 self._added, self._removed, self._touched = [], set(), set()
                 self._state = self._committed
                 self.version += 1
@@ -1206,7 +1220,7 @@ class MemoryBank(Contents):
         remove_keys_file(self._database.path)
         self._state = self._committed = self._committed._replace(keys=None)
         self._latest = None
-        link.rows("PRAGMA incremental_vacuum", what="written to")
+        link.shrink()
         if not link.clean(wait=True):
             raise BankError(
                 f"{self.path} is committed, but somebody reads an older commit of it, which its log has to keep; "
@@ -1260,6 +1274,10 @@ class MemoryBank(Contents):
         self._state = self._committed = state
         self.version += 1
         self._committed_version = self.version
+        del pin
+        unlogged = database.pin_without_log()
+        if has_commit(unlogged.connection, state.settings.version, state.writer, latest=True):
+            self._pin = unlogged
         return not is_same
 
     def save(self, path: str | Path) -> None:
@@ -1278,14 +1296,16 @@ class MemoryBank(Contents):
         """
         if self._database is None or self._database.is_temporary:
             return
-        if self.writable:
-            self.rollback()
-            self._write_keys_file()
-            if self._is_unclean:
-                self._clean()
-        self._pin = self._latest = None
-        self._database.close()
-        self._database = None
+        try:
+            if self.writable:
+                self.rollback()
+                if self._is_unclean:
+                    self._clean()
+                self._write_keys_file()
+        finally:
+            self._pin = self._latest = None
+            self._database.close()
+            self._database = None
 
     def __enter__(self) -> MemoryBank:
         return self
@@ -1386,10 +1406,16 @@ def writer_at(link: Connection, version: int) -> str:
     return str(found[0][0]) if found else ""
 
 
-def has_commit(link: Connection, version: int, writer: str) -> bool:
-    """True if a commit, by its number and writer, is the one that a connection sees, or one that it has come from."""
-    [(latest,)] = link.rows("SELECT value FROM setting WHERE name = 'version'")
-    return version <= int(latest) and writer_at(link, version) == writer
+def has_commit(link: Connection, version: int, writer: str, *, latest: bool = False) -> bool:
+    """True if a commit, by its number and writer, is the one that a connection sees, or one that it has come from.
+
+    Args:
+        link: the connection.
+        version, writer: the commit.
+        latest: True to ask for the one that it sees.
+    """
+    [(last,)] = link.rows("SELECT value FROM setting WHERE name = 'version'")
+    return (version == int(last) if latest else version <= int(last)) and writer_at(link, version) == writer
 
 
 def _document_fields(key: int, member: Member) -> tuple[Any, ...]:

@@ -27,7 +27,7 @@ import tempfile
 import threading
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -128,6 +128,8 @@ def database_errors(path: Path, what: str) -> Iterator[None]:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise FullDiskError(f"{reason}; {_NO_ROOM}") from error
         raise BankError(reason) from error
+    except sqlite3.ProgrammingError as error:
+        raise BankError(f"{path} cannot be {what}: {error} Open it again") from error
     except UnicodeDecodeError as error:  # even in the message of an error
         raise DamageError(f"{path} is damaged or no memory bank: {error}; restore it from a backup") from error
     except sqlite3.Error as error:
@@ -159,6 +161,8 @@ class Connection:
                 f"{sqlite3.sqlite_version}; take a later build of Python"
             )
         self.path = path
+        self._writes = write
+        self._process = os.getpid()
         self._synchronous = "FULL" if durable else "OFF"
         self._turn = threading.RLock()
         with database_errors(path, "opened"):
@@ -186,7 +190,7 @@ class Connection:
 
     def _connect(self, mode: str) -> sqlite3.Connection:
         return sqlite3.connect(
-            f"file:{quote(str(self.path.absolute()))}?mode={mode}",
+            f"file:{'//' if os.name == 'posix' else ''}{quote(os.fsencode(self.path.absolute()))}?mode={mode}",
             uri=True,
             timeout=_WAIT,
             isolation_level=None,
@@ -239,18 +243,23 @@ class Connection:
         return self._connection.in_transaction
 
     def end(self) -> None:
-        """Ends the transaction, and takes back what was changed in it."""
+        """Ends the transaction, and takes back what was changed in it; not in a process that was forked meanwhile."""
         with self._turn, suppress(sqlite3.Error):
-            if self._connection.in_transaction:
+            if self._connection.in_transaction and os.getpid() == self._process:
                 self._connection.execute("ROLLBACK")
 
     def copy_to(self, path: Path) -> None:
-        """Writes a copy of the bank's last commit as a new file, even while others write to the bank.
+        """Writes a copy of what this connection sees as a new file, even while others write to the bank.
 
         Raises:
             BankError: see `database_errors`; there may be an incomplete file.
         """
         with self._turn, database_errors(self.path, f"copied to {path}"):
+            if self._writes and self.in_transaction:  # SQLite's backup would wait for the end of the transaction
+                _new_file(path, [])
+                with closing(sqlite3.connect(path, isolation_level=None)) as target:
+                    _copy_rows(self._connection, target)
+                return
             os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
             target = sqlite3.connect(path, isolation_level=None)
             try:
@@ -269,6 +278,16 @@ class Connection:
         """
         with self._turn, database_errors(self.path, "written to"):
             source._connection.backup(self._connection, pages=-1)
+
+    def shrink(self) -> None:
+        """Gives pages that hold nothing back to the disk.
+
+        Raises:
+            BankError: see `database_errors`.
+        """
+        with self._turn, database_errors(self.path, "written to"):
+            # `execute` ends after the first page, because the statement has no columns.
+            self._connection.executescript("PRAGMA incremental_vacuum")
 
     def clean(self, *, wait: bool) -> bool:
         """Moves the log into the file and empties it, so that nothing older is left in it.
@@ -292,9 +311,10 @@ class Connection:
             return not busy
 
     def close(self) -> None:
-        """Closes the connection; a second call does nothing."""
+        """Closes the connection; a second call does nothing, nor does one in a process that was forked meanwhile."""
         with self._turn, suppress(sqlite3.Error):
-            self._connection.close()
+            if os.getpid() == self._process:
+                self._connection.close()
 
 
 class Database:
@@ -322,10 +342,12 @@ class Database:
         self._folder = folder
         self.opened = self.identity
         self._idle = _Idle()
-        is_read = lock is None and folder is None
-        self.writer = None if is_read else Connection(path, write=True, durable=folder is None)
+        self.writer: Connection | None = None
         try:
-            check_format(self.writer or self._first())
+            if folder is None:
+                check_format(self._first())  # before a connection that writes makes a log for whatever file it is
+            if lock is not None or folder is not None:
+                self.writer = Connection(path, write=True, durable=folder is None)
         except BaseException:
             self.close()
             raise
@@ -371,6 +393,7 @@ class Database:
         with database_errors(path, "written to"):
             make_folder(path.parent)
         lock = WriterLock(path)
+        is_placed = False
         try:
             with database_errors(path, "written to"):
                 _remove(unfinished)
@@ -381,12 +404,14 @@ class Database:
                     _put_settings(unfinished, settings)
                 if exists(path):
                     raise BankError(f"{path} has come meanwhile; choose another name")
+                _remove(path)  # the log of a bank that was removed would become a part of this one
                 unfinished.replace(path)
+                is_placed = True
                 sync_folder(path.parent)
             return cls(path, lock)
         except BaseException:
             with suppress(OSError):
-                _remove(unfinished)
+                _remove(path if is_placed else unfinished)
             lock.release()
             raise
 
@@ -402,6 +427,32 @@ class Database:
     def pin(self) -> Pin:
         """A connection that sees the last commit as long as it is held."""
         return Pin(self._idle.take() or Connection(self.path), self._idle)
+
+    def pin_without_log(self) -> Pin:
+        """As `pin`, after moving the log into the file, so that a writer can begin it anew while the pin is held.
+
+        It fails to do so if others read older commits. A reader that follows each commit would otherwise always read
+        the end of the log, which then grows for ever.
+        """
+        connection = self._idle.take() or Connection(self.path)
+        with suppress(BankError):
+            connection.rows("PRAGMA wal_checkpoint(PASSIVE)")
+        return Pin(connection, self._idle)
+
+    def check_writer(self) -> None:
+        """Makes sure that what this process writes is still the bank of this name, and that nobody else writes to it.
+
+        Raises:
+            BankError: when another file has the bank's name, or as `WriterLock.check`.
+        """
+        if self.lock is None:
+            return
+        self.lock.check()
+        if self.identity != self.opened:
+            raise BankError(
+                f"{self.path} was removed or replaced while this process had it open for writing; open it again and "
+                "repeat the change"
+            )
 
     @property
     def identity(self) -> tuple[int, int] | None:
@@ -524,6 +575,16 @@ def _new_file(path: Path, settings: Iterable[tuple[str, Any]], *, durable: bool 
         connection.execute("COMMIT")
     finally:
         connection.close()
+
+
+def _copy_rows(source: sqlite3.Connection, target: sqlite3.Connection) -> None:
+    """Copies the rows of all tables to an empty database of the same schema."""
+    target.execute("PRAGMA synchronous = FULL")
+    target.execute("BEGIN")
+    for (table,) in source.execute("SELECT name FROM sqlite_schema WHERE type = 'table'").fetchall():
+        rows = source.execute(f"SELECT * FROM {table}")
+        target.executemany(f"INSERT INTO {table} VALUES ({','.join('?' * len(rows.description))})", rows)
+    target.execute("COMMIT")
 
 
 def _put_settings(path: Path, settings: Iterable[tuple[str, Any]]) -> None:

@@ -184,6 +184,8 @@ class Directory:
             if any(index_crc(*numbers) != crc for *numbers, crc in found):
                 raise ValueError("the checksum of an entry differs")
             low, high = (found[0][0] << PART_BITS, (found[-1][0] + 1) << PART_BITS) if found else (0, 0)
+            if not entries:  # all documents, also those of no entry
+                low, high = -(1 << 63), (1 << 63) - 1
             documents = connection.rows(
                 "SELECT key, hash, moment, supersedes, index_crc FROM document WHERE key >= ? AND key < ? ORDER BY key",
                 (low, high),

@@ -86,7 +86,7 @@ def write_keys_file(
         dating.superseding, *kept, *postings_of(*kept[1:], lexical_width),
     )  # fmt: skip
     columns = {name: tensor.contiguous() for name, tensor in zip(_COLUMNS, tensors, strict=True)}
-    about = {"version": commit[0], "writer": commit[1], "crc": _crc(columns)}
+    about = {"version": commit[0], "writer": commit[1], "crc": _crc(columns, commit)}
     path = keys_path(bank)
     unfinished = path.with_name(path.name + UNFINISHED)
     try:
@@ -105,7 +105,8 @@ def read_keys_file(bank: Path) -> KeysFile | None:
         with safe_open(keys_path(bank), framework="pt") as file:
             about = json.loads(file.metadata()["bank"])
             columns = {name: file.get_tensor(name) for name in _COLUMNS}
-        if _crc(columns) != about["crc"] or not isinstance(about["version"], int):
+        version, writer = about["version"], about["writer"]
+        if _crc(columns, (version, writer)) != about["crc"] or not isinstance(version, int):
             return None
     except (OSError, SafetensorError, ValueError, KeyError, TypeError, RuntimeError):
         return None
@@ -114,7 +115,7 @@ def read_keys_file(bank: Path) -> KeysFile | None:
     )
     summaries = Summaries(summary, counts, places, weights, (postings[0], postings[1], postings[2]))
     timeline = Timeline(hashes, Dating(dates, superseded, superseding), members, rows)
-    return KeysFile(about["version"], str(about["writer"]), Directory(sequences, timeline), summaries)
+    return KeysFile(version, writer, Directory(sequences, timeline), summaries)
 
 
 def remove_keys_file(bank: Path) -> None:
@@ -124,8 +125,8 @@ def remove_keys_file(bank: Path) -> None:
             path.unlink(missing_ok=True)
 
 
-def _crc(columns: dict[str, Tensor]) -> int:
-    crc = 0
+def _crc(columns: dict[str, Tensor], commit: tuple[int, str]) -> int:
+    crc = zlib.crc32(json.dumps(commit).encode())
     for name, tensor in columns.items():
         described = f"{name} {tensor.dtype} {list(tensor.shape)}"
         crc = zlib.crc32(described.encode(), crc)

@@ -10,6 +10,7 @@ made again. Credentials and endpoints are those that fsspec finds, as in the env
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -28,6 +29,7 @@ from mac_rag.untrusted_files import MalformedError, file_digest, parse_json
 
 _POINTER = "bank.json"
 _LARGEST_POINTER = 1 << 16
+_FILE = re.compile(r"bank-[0-9a-f]{64}\.sqlite")
 _PIECE = 8 << 20
 _LONGEST_REASON = 300
 
@@ -126,11 +128,14 @@ def push(path: str | Path, url: str) -> int:
         pushed = _Pushed(
             sha256=file_digest(copy), fingerprint=bank.fingerprint, version=settings.version, writer=bank.writer
         )
-        if former is None or (former.version, former.writer) != (pushed.version, pushed.writer):
+        is_there = former is not None and (former.version, former.writer) == (pushed.version, pushed.writer)
+        files = remote.files()
+        if former is None or not is_there or former.file not in files:
             remote.put(copy, pushed.file)
             remote.write(_POINTER, json.dumps(pushed.model_dump()).encode())
-            if former is not None:
-                remote.remove(former.file)
+            former = pushed
+        for name in files - {former.file}:  # also those of a push that was interrupted
+            remote.remove(name)
         return len(bank)
 
 
@@ -194,6 +199,15 @@ class _Remote:
             raise DamageError(
                 f"{self.url}/{name} differs from its digest; remove it, and push the bank again: mac-rag bank push"
             )
+
+    def files(self) -> set[str]:
+        """Names of the banks that are there."""
+        try:
+            with self._errors("", "read"):
+                found = {str(place).rpartition("/")[2] for place in self._fs.ls(self._root, detail=False)}
+        except _MissingError:
+            return set()
+        return set(filter(_FILE.fullmatch, found))
 
     def put(self, path: Path, name: str) -> None:
         """Uploads a file."""

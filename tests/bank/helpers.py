@@ -1,13 +1,12 @@
-"""Helpers of the memory tests: a fast folder, memory tokens that can be recognised, and writers to be killed."""
+"""Helpers of the bank's tests: a fast folder, memory tokens that can be recognised, and writers to be killed."""
 
 from __future__ import annotations
 
-import os
 import random
-import sys
+import sqlite3
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager, suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -16,10 +15,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from mac_rag.bank import MemoryBank
+from mac_rag.bank import MemoryBank, database
 from mac_rag.bank.bank import Contents
 from mac_rag.bank.rows import RowLayout
 from mac_rag.data.types import Document
+from mac_rag.errors import BankError
 from mac_rag.model import MACModel
 from mac_rag.nn.product_quantizer import ProductQuantizer
 from tests.places import IN_MEMORY
@@ -75,13 +75,13 @@ def contents(bank: Contents) -> dict[str, float]:
     return {name: float(phi[0, 0, 0]) for name, phi in found}
 
 
-def write_for_ever(folder: Path, seed: int, number: int, said: Connection) -> None:
+def write_for_ever(path: Path, seed: int, number: int, said: Connection) -> None:
     """Changes a bank at random until it is killed.
 
     Before each commit it says what is going to be true after it, and afterwards that it has been done.
     """
     choice = random.Random(seed)
-    bank = MemoryBank.open(folder, write=True)
+    bank = MemoryBank.open(path, write=True)
     expected = contents(bank)
     said.send(expected)
     while True:
@@ -101,57 +101,31 @@ def write_for_ever(folder: Path, seed: int, number: int, said: Connection) -> No
         said.send("done")
 
 
-def update_for_ever(folder: Path, said: Connection) -> None:
+def update_for_ever(path: Path, said: Connection) -> None:
     """Replaces all documents again and again, all in one commit, and compacts the bank now and then."""
-    number = 0
-    with MemoryBank.open(folder, write=True) as bank:
+    number, database._WAIT = 0, 0.01
+    with MemoryBank.open(path, write=True) as bank:
         names = bank.document_ids
         while True:
             number += 1
             bank.put([Document(name, str(number)) for name in names], memory(len(names), number))
-            bank.compact() if number % 3 == 0 else bank.commit()
+            bank.commit()
+            if number % 3 == 0:
+                with suppress(BankError):  # somebody reads an older commit
+                    bank.compact()
             if number == 1:
                 said.send("writing")
 
 
-def stop_at(event: int, folder: Path, what: str, said: Connection) -> None:
-    """Does something to a bank, and dies without a word just before its n-th step on the disk."""
-    steps = 0
-
-    def step(name: str, arguments: tuple[object, ...]) -> None:
-        nonlocal steps
-        if name in ("open", "os.rename", "os.remove", "os.mkdir") and str(folder) in str(arguments[0]):
-            steps += 1
-            if steps == event:
-                os._exit(9)
-
-    sys.addaudithook(step)
-    change(folder, what)
-    said.send("done")
+def alter(path: Path, statement: str, *values: Any) -> None:
+    """Changes a bank's file behind its back."""
+    with closing(sqlite3.connect(path, isolation_level=None)) as connection:
+        assert connection.execute(statement, values).rowcount
 
 
-def change(folder: Path, what: str) -> None:
-    """One of several ways to change a bank."""
-    if what == "create":
-        MemoryBank.create(folder, "f00d").close()
-        return
-    if what == "save":  # with codes, so that a quantizer is written, too; it has 5 among its codewords
-        fingerprint, words = "f00d" * 16, torch.arange(256.0)[:, None].expand(1, 256, WIDTH).contiguous()
-        quantizer = ProductQuantizer(fingerprint, 0, torch.zeros(TOKENS, WIDTH), torch.eye(WIDTH), words)
-        bank = MemoryBank(fingerprint)
-        bank.keep_rows_as(RowLayout(dtype="pq"), quantizer)
-        bank.put([Document("a", ""), Document("b", "")], memory(2, 5))
-        bank.save(folder)
-        return
-    with MemoryBank.open(folder, write=True) as bank:
-        if what == "merge segments":
-            names = [f"new {index}" for index in range(len(bank))]
-            bank.put([Document(name, "") for name in names], memory(len(names), 7))
-        elif what == "add":
-            bank.put([Document("new", "")], memory(1, 7))
-        elif what == "delete":
-            bank.delete(bank.document_ids[0])
-        bank.compact() if what == "compact" else bank.commit()
+def files_of(path: Path) -> bytes:
+    """The bytes of a bank's file and of all files beside it."""
+    return b"".join(file.read_bytes() for file in sorted(path.parent.glob(f"{path.name}*")))
 
 
 def rows_read(monkeypatch: pytest.MonkeyPatch) -> list[int]:

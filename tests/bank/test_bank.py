@@ -81,18 +81,20 @@ def test_the_longest_document() -> None:
     assert bank.row_keys.diff().min() > 0
 
 
-def test_an_entry_holds_provenance_and_survives_what_comes_later() -> None:
+def test_an_entry_holds_provenance_and_is_read_until_it_is_deleted() -> None:
     bank = filled("a", "b")
     first, second = bank
     assert (second.document_id, second.metadata) == ("b", {"n": 1})
     assert first.content_hash != second.content_hash
     assert bank["b"] == second
     assert second.members[0].added.endswith("+00:00")
-    for number in range(200):
-        bank.put([Document("a", "")], memory(1, 7 + number))
-    bank.delete("b")
     second.phi.zero_()  # what was read is one's own
     assert second.phi[0, 0, 0] == 1
+    bank.delete("b")
+    for read in (lambda: second.phi, lambda: bank["b"], lambda: bank.entry(second.sequence)):
+        with pytest.raises(BankError):
+            read()
+    assert second.metadata == {"n": 1}
 
 
 def test_merged_documents_go_together() -> None:

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 
 from mac_rag.bank import MemoryBank
 from mac_rag.bank.bank import Contents
-from mac_rag.bank.directory import Dating
 from mac_rag.bank.known_documents import KnownDocuments
 from mac_rag.bank.rows import RowLayout
 from mac_rag.bank.verify import verify
@@ -29,7 +28,7 @@ DOCUMENTS = st.lists(
 
 
 def stored(documents: Sequence[Document], folder: Path | None = None) -> MemoryBank:
-    """A bank of documents of one and two rows; on disk, in two segments and what is not committed."""
+    """A bank of documents of one and two rows; on disk, in two commits and what is not committed."""
     bank = MemoryBank("f00d") if folder is None else MemoryBank.create(folder / "bank", "f00d")
     bank.keep_rows_as(RowLayout(dtype="bf16"))
     rows = [1 + number % 2 for number in range(len(documents))]
@@ -101,13 +100,6 @@ def test_a_chain_and_its_end(folder: Path, on_disk: bool) -> None:
         assert seen(bank, None) == ["second"]
         bank.delete("second")
         assert (seen(bank, None), bank.supersedes) == (["first"], False)
-
-
-def test_an_index_tells_what_the_records_tell(folder: Path) -> None:
-    stored(CHAIN, folder).commit()
-    with MemoryBank.open(folder / "bank") as bank:
-        expected = Dating.of(member for entry in bank for member in entry.members)
-        assert all(map(torch.equal, bank.timeline.dating, expected))
 
 
 @pytest.mark.parametrize("on_disk", [False, True])

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from mac_rag.bank import MemoryBank
-from mac_rag.bank.rows import GrowingRows, RowLayout, Rows
+from mac_rag.bank.rows import RowLayout, Summaries
 from mac_rag.data.types import Document
 from mac_rag.errors import BankError
 from tests.bank.helpers import rounded
@@ -52,51 +52,32 @@ def test_what_is_kept_is_rounded_and_nothing_else(layout: RowLayout) -> None:
     assert_rounded(layout, kept, phi)
     assert torch.equal(rounded(layout, kept), kept) or layout.dtype == "int8"
     rows = layout.encode(phi)
-    assert rows.row_bytes * len(rows) == sum(column.nbytes for column in rows.columns.values())
     phi[:] = 7.0
     assert_rounded(layout, layout.decode(rows), phi_of(20, 1))  # the bank has a copy
 
 
 @settings(max_examples=50, deadline=None)
-@given(
-    layout=st.sampled_from(LAYOUTS),
-    seeds=st.lists(st.tuples(st.integers(0, 3), st.integers(0, 99)), min_size=1, max_size=5),
-    data=st.data(),
-)
-def test_rows_side_by_side(layout: RowLayout, seeds: list[tuple[int, int]], data: st.DataObject) -> None:
-    """However rows were put together, they read the same, and have the same checksum."""
-    parts = [phi_of(count, seed) for count, seed in seeds]
-    whole = layout.decode(layout.encode(torch.cat(parts)))
-    encoded = [layout.encode(part) for part in parts]
-    growing = GrowingRows(encoded[0])
-    given_before = growing.rows
-    before = layout.decode(given_before)
-    for part in encoded[1:]:
-        growing.append(part)
-    assert torch.equal(layout.decode(given_before), before)
-    for joined in (Rows.cat(encoded), growing.rows):
-        assert torch.equal(layout.decode(joined), whole)
-        assert joined.checksum() == layout.encode(torch.cat(parts)).checksum()
-        index = torch.tensor(data.draw(st.lists(st.integers(0, max(0, len(whole) - 1)), max_size=4)), dtype=torch.long)
-        if len(whole):
-            assert torch.equal(layout.decode(joined[index]), whole[index])
-        for row in range(len(whole)):
-            alone = joined[row : row + 1]
-            assert alone.checksum() == alone.resized(alone.needed_places).checksum()
-            assert torch.equal(layout.decode(alone.resized(alone.needed_places + 3)), whole[row : row + 1])
-
-
-def test_a_checksum_tells_rows_apart() -> None:
-    layout = RowLayout(dtype="bf16", lexical_vectors=R)
-    phi = phi_of(2, 3)
-    phi[:, T:] = 0
-    phi[0, T, 0] = 1.0
-    moved = phi.clone()
-    moved[0, T, 0], moved[1, T, 0] = 0.0, 1.0  # the same numbers, in the other row
-    assert layout.encode(phi).checksum() != layout.encode(moved).checksum()
-    changed = phi.clone()
-    changed[0, T, 0], changed[0, T, 1] = 0.0, 1.0
-    assert layout.encode(phi).checksum() != layout.encode(changed).checksum()
+@given(layout=st.sampled_from(LAYOUTS), count=st.integers(0, 5), seed=st.integers(0, 99), data=st.data())
+def test_rows_that_are_packed_and_unpacked_are_the_same(
+    layout: RowLayout, count: int, seed: int, data: st.DataObject
+) -> None:
+    """All of them, or some in any order; with their summaries beside them."""
+    phi = phi_of(count, seed)
+    summaries = torch.randn(count, layout.summary)
+    rows = layout.summarised(layout.encode(phi), summaries) if layout.summary else layout.encode(phi)
+    packed = layout.pack(rows)
+    assert len(packed) == count
+    index = data.draw(st.lists(st.integers(0, count - 1), max_size=4)) if count else []
+    for some in (list(range(count)), index):
+        codes, summary, places, weights = ([each[column] for each in (packed[i] for i in some)] for column in range(4))
+        shape = layout.row_shape(rows)
+        assert torch.equal(layout.decode(layout.unpack(codes, places, weights, *shape)), layout.decode(rows)[some])
+        found = layout.unpack_summaries(summary, places, weights, *shape)
+        assert torch.equal(found.summaries, summaries[some])
+        sizes = layout.row_bytes(*shape) * len(some), sum(map(len, places)) + sum(map(len, weights))
+        assert sum(sizes) == sum(len(blob) for i in some for blob in packed[i])
+        halves = [found.part(torch.arange(len(some)) % 2 == part) for part in (0, 1)]
+        assert torch.equal(Summaries.cat(halves).counts, torch.cat([found.counts[::2], found.counts[1::2]]))
 
 
 def test_numbers_that_a_dtype_does_not_have() -> None:
@@ -131,9 +112,9 @@ def test_a_bank_on_disk(tmp_path: Path, layout: RowLayout) -> None:
     assert torch.equal(opened["7"].phi, opened.phi[6:7])
     assert torch.equal(opened.take(torch.tensor([5, 0])), opened.phi[[5, 0]])
     if layout.summary:
-        kept = torch.cat([rows.columns["summaries"] for _, rows in opened.overview()])
-        assert torch.equal(kept, summaries[left])
-    assert sum(count for count, _ in opened.overview()) == 8
+        kept = Summaries.cat(list(opened.overview()))
+        assert torch.equal(kept.summaries, summaries[left])
+        assert len(kept.counts) == 8
 
 
 def test_an_empty_bank_takes_the_layout_of_its_first_rows(tmp_path: Path) -> None:

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import os
+import json
 import shutil
 from pathlib import Path
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
-from mac_rag.bank.storage.manifest import MANIFEST
-from mac_rag.bank.storage.model_name import MODEL_NAME, read_model_name, write_model_name
 
-from mac_rag.atomic_files import sealed
 from mac_rag.bank import MemoryBank
 from mac_rag.model import MACModel
+from tests.bank.helpers import alter
 from tests.cli.helpers import refusal, run
 
 
@@ -57,9 +53,9 @@ def test_the_model_of_the_bank_is_found_again(bank: Path, checkpoint: Path, tmp_
         assert done.exit_code == 0, (command, done.output)
 
 
-def test_a_shipped_model_needs_no_file(bank: Path, tmp_path: Path) -> None:
+def test_a_shipped_model_is_not_noted(bank: Path, tmp_path: Path) -> None:
     assert run("adapt", "a.txt", "--bank", "other", "--model", "mac-tiny").exit_code == 0
-    assert not (tmp_path / "other" / MODEL_NAME).exists()
+    assert MemoryBank.open(tmp_path / "other").model is None
     assert run("ask", "Who opened it?", "--bank", "other").exit_code == 0
     assert run("adapt", "a.txt", "--bank", "other").stdout.startswith("0 added, 0 updated, 1 unchanged")
 
@@ -83,42 +79,19 @@ def test_a_model_that_has_gone_is_named(bank: Path, checkpoint: Path, tmp_path: 
 @pytest.mark.parametrize("name", ["someone/model", "model", "./model", "//host/share", "\\\\host\\share", "/dev/null"])
 def test_nothing_is_fetched_because_a_bank_says_so(bank: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mac_rag.model.checkpoint.find", lambda *arguments: pytest.fail("a model was looked for"))
-    write_model_name(bank, MemoryBank.open(bank).fingerprint, name)
+    note(bank, name)
     assert f"was written by {name}, which is not in a folder" in refusal("ask", "Who?", "--bank", bank)
 
 
-def test_a_bank_without_the_file_is_as_before(bank: Path, checkpoint: Path) -> None:
-    manifest = (bank / MANIFEST).read_bytes()
-    (bank / MODEL_NAME).unlink()
+def note(bank: Path, name: str | None) -> None:
+    """Has a bank say that a model of this name has written it."""
+    alter(bank, "UPDATE setting SET value = ? WHERE name = 'model'", json.dumps(name))
+
+
+def test_a_bank_that_names_no_model(bank: Path, checkpoint: Path) -> None:
+    note(bank, None)
     message = refusal("ask", "Who?", "--bank", bank)
     assert "cannot be read by mac-small; use the model that wrote it" in message
     assert run("ask", "Who?", "--bank", bank, "--model", checkpoint).exit_code == 0
     assert run("adapt", "a.txt", "--bank", bank, "--model", checkpoint).exit_code == 0
-    assert read_model_name(bank, MemoryBank.open(bank).fingerprint) == str(checkpoint)
-    assert (bank / MANIFEST).read_bytes() == manifest
-
-
-@given(
-    st.binary(max_size=60)
-    | st.builds(lambda name: sealed({"fingerprint": "f", "name": name}), st.integers() | st.none())
-)
-def test_a_damaged_file_is_no_name(tmp_path_factory: pytest.TempPathFactory, content: bytes) -> None:
-    folder = tmp_path_factory.mktemp("damaged")
-    (folder / MODEL_NAME).write_bytes(content)
-    assert read_model_name(folder, "f") is None
-
-
-def test_a_pipe_or_another_banks_name_is_no_name(tmp_path: Path) -> None:
-    write_model_name(tmp_path, "f", "name")
-    assert read_model_name(tmp_path, "f") == "name"
-    assert read_model_name(tmp_path, "g") is None
-    (tmp_path / MODEL_NAME).unlink()
-    os.mkfifo(tmp_path / MODEL_NAME)
-    assert read_model_name(tmp_path, "f") is None
-
-
-def test_what_a_killed_writer_left_is_removed(bank: Path) -> None:
-    (bank / f"{MODEL_NAME}.new").write_text("half")
-    MemoryBank.open(bank, write=True).close()
-    assert not (bank / f"{MODEL_NAME}.new").exists()
-    assert (bank / MODEL_NAME).exists()
+    assert MemoryBank.open(bank).model == str(checkpoint)
