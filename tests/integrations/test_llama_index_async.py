@@ -75,7 +75,7 @@ def test_async_tokens_come_while_the_answer_is_being_made(remembering: Recording
         remembering.gate.set()
         return first + "".join([token async for token in stream])
 
-    assert asyncio.run(tokens()) == reference(remembering, contexts=[["Context."]])
+    assert asyncio.run(tokens()) == reference(remembering, "Context.")
 
 
 def test_predict_fires_what_other_llms_fire(remembering: RecordingEngine, event_log: EventLog) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -18,12 +17,8 @@ from llama_index.core.indices.query.query_transform import HyDEQueryTransform
 from llama_index.core.postprocessor import LLMRerank
 from llama_index.core.program import LLMTextCompletionProgram
 from llama_index.core.prompts import ChatPromptTemplate
-from llama_index.core.query_engine import RouterQueryEngine, SubQuestionQueryEngine
-from llama_index.core.question_gen import LLMQuestionGenerator
 from llama_index.core.retrievers import QueryFusionRetriever
 from llama_index.core.schema import QueryBundle
-from llama_index.core.selectors import LLMSingleSelector
-from llama_index.core.tools import QueryEngineTool
 
 from mac_rag.config import PromptFormat
 from mac_rag.data.types import Document
@@ -150,34 +145,6 @@ def test_hyde_and_query_fusion(make_llm: LLMFactory, index: VectorStoreIndex) ->
     fusion = QueryFusionRetriever([index.as_retriever(similarity_top_k=1)], llm=llm, num_queries=3, use_async=False)
     assert {node.node.ref_doc_id for node in fusion.retrieve("Who?")} >= {"bridge", "museum"}
     assert script.turns()[0][1].startswith("You are a helpful assistant that generates multiple search queries")
-
-
-def test_router_and_sub_questions(make_llm: LLMFactory, index: VectorStoreIndex) -> None:
-    items = {"items": [{"sub_question": "Who leads the museum?", "tool_name": "museums"}]}
-    choice = [{"choice": 2, "reason": "museums"}]
-    llm, script = make_llm(
-        {
-            "choices are given below": json.dumps(choice),
-            "sub-questions in json markdown": f"```json\n{json.dumps(items)}\n```",
-            "Context information": "Peter Holm",
-        }
-    )
-    engine = index.as_query_engine(llm=llm)
-    tools = [
-        QueryEngineTool.from_defaults(engine, name=name, description=f"About {name}.")
-        for name in ("bridges", "museums")
-    ]
-    router = RouterQueryEngine(LLMSingleSelector.from_defaults(llm=llm), tools, llm=llm)
-    response = router.query("Who leads the museum?")
-    assert str(response) == "Peter Holm"
-    assert [selection.index for selection in response.metadata["selector_result"].selections] == [1]
-    assert any("(2) About museums." in prompt for prompt in script.prompts)
-    split = SubQuestionQueryEngine.from_defaults(
-        tools, question_gen=LLMQuestionGenerator.from_defaults(llm=llm), llm=llm, use_async=False, verbose=False
-    )
-    response = split.query("Who leads the museum, and why?")
-    assert str(response) == "Peter Holm"
-    assert "Sub question: Who leads the museum?\nResponse: Peter Holm" in script.prompts[-1]
 
 
 def test_rerank_and_evaluators(make_llm: LLMFactory) -> None:

@@ -18,16 +18,9 @@ from mac_rag.errors import FingerprintError
 from mac_rag.integrations.llama_index import MACLLM
 from mac_rag.memory.bank import MemoryBank
 from mac_rag.model import MACModel
-from tests.integrations.helpers import FACTS, QUESTION, RecordingEngine, forget_warnings
+from tests.integrations.helpers import FACTS, QUESTION, RecordingEngine, forget_warnings, reference
 
 MODES = ["compact", "refine", "tree_summarize", "simple_summarize"]
-
-
-def answered(engine: RecordingEngine, *contexts: str) -> str:
-    """What the engine itself answers to the question with these contexts."""
-    text = engine.answer([QUESTION], contexts=[contexts])[0].text
-    engine.asked.clear()
-    return text
 
 
 # -- response modes --
@@ -40,7 +33,6 @@ def test_several_nodes_are_read_in_one_prompt(
     response = index.as_query_engine(llm=llm, similarity_top_k=3, response_mode=mode).query(QUESTION)
     ((question, contexts),) = engine.asked
     assert question == QUESTION
-    assert contexts is not None
     texts = [node.text for node in response.source_nodes]
     assert sorted(texts) == sorted(FACTS.values())
     assert "".join(contexts).split() == " ".join(texts).split()
@@ -49,7 +41,7 @@ def test_several_nodes_are_read_in_one_prompt(
 def test_refine_keeps_the_answer_to_the_best_node(
     index: VectorStoreIndex, llm: MACLLM, engine: RecordingEngine
 ) -> None:
-    expected = answered(engine, FACTS["bridge"])
+    expected = reference(engine, FACTS["bridge"])
     for streaming in (False, True):
         forget_warnings()
         queries = index.as_query_engine(llm=llm, similarity_top_k=3, response_mode="refine", streaming=streaming)
@@ -64,7 +56,7 @@ def test_accumulate_asks_for_each_node(index: VectorStoreIndex, llm: MACLLM, eng
     assert sorted(engine.asked) == sorted((QUESTION, (text,)) for text in FACTS.values())
     for question, contexts in list(engine.asked):
         assert question == QUESTION
-        assert answered(engine, *(contexts or ())) in response
+        assert reference(engine, *(contexts or ())) in response
 
 
 def test_generation_asks_the_memory_alone(index: VectorStoreIndex, llm: MACLLM, engine: RecordingEngine) -> None:
@@ -81,7 +73,7 @@ def test_generation_asks_the_memory_alone(index: VectorStoreIndex, llm: MACLLM, 
 def test_question_and_context_reach_the_engine_as_they_are(
     index: VectorStoreIndex, llm: MACLLM, engine: RecordingEngine, mode: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    expected = answered(engine, FACTS["bridge"])
+    expected = reference(engine, FACTS["bridge"])
     queries, streaming = (
         index.as_query_engine(llm=llm, similarity_top_k=1, response_mode=mode, streaming=streaming)
         for streaming in (False, True)
@@ -117,23 +109,20 @@ def test_a_foreign_bank_reaches_the_user(
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("ask", ["query", "aquery", "stream"])
+@pytest.mark.parametrize(
+    ("ask", "documents"), [("query", 1), ("aquery", 1), ("stream", 1), ("query", 8)]
+)  # eight are beyond even LlamaIndex's window
 def test_the_user_is_told_of_a_context_beyond_the_window(
-    index_of: Callable[..., VectorStoreIndex], llm: MACLLM, mode: str, ask: str, caplog: pytest.LogCaptureFixture
+    index_of: Callable[..., VectorStoreIndex],
+    llm: MACLLM,
+    mode: str,
+    ask: str,
+    documents: int,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    index = index_of("Anna Berg opened the bridge of Norrland. " * 80)
+    index = index_of(*(f"Number {i}. " + "Anna Berg opened the bridge of Norrland. " * 90 for i in range(documents)))
     with caplog.at_level(logging.WARNING):
-        run(index.as_query_engine(llm=llm, response_mode=mode, streaming=ask == "stream"), ask)
-    assert "exceed the LM's window, so documents were shortened" in caplog.text
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_a_context_beyond_even_llama_indexs_window_is_not_cut_silently(
-    index_of: Callable[..., VectorStoreIndex], llm: MACLLM, mode: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    index = index_of(*(f"Number {i}. " + "Anna Berg opened the bridge of Norrland. " * 90 for i in range(8)))
-    with caplog.at_level(logging.WARNING):
-        index.as_query_engine(llm=llm, response_mode=mode, similarity_top_k=8).query(QUESTION)
+        run(index.as_query_engine(llm=llm, response_mode=mode, similarity_top_k=8, streaming=ask == "stream"), ask)
     assert "exceed the LM's window, so documents were shortened" in caplog.text
 
 
@@ -163,33 +152,27 @@ def test_the_prompt_helper_divides_long_contexts(
 # -- chat engines --
 
 
-@pytest.mark.parametrize("mode", ["context", "condense_plus_context"])
-def test_chats_with_context(index: VectorStoreIndex, llm: MACLLM, engine: RecordingEngine, mode: str) -> None:
-    expected = answered(engine, FACTS["bridge"])
-    chat = index.as_chat_engine(chat_mode=mode, llm=llm, similarity_top_k=1, skip_condense=True)
+@pytest.mark.parametrize("mode", ["context", "condense_plus_context", "simple"])
+def test_a_chat_asks_each_question_by_itself(
+    index: VectorStoreIndex, llm: MACLLM, engine: RecordingEngine, mode: str
+) -> None:
+    options = {} if mode == "simple" else {"similarity_top_k": 1, "skip_condense": True}
+    museum, bridge = ((), ()) if mode == "simple" else ((FACTS["museum"],), (FACTS["bridge"],))
+    expected = reference(engine, *bridge)
+    chat = index.as_chat_engine(chat_mode=mode, llm=llm, **options)
     first = chat.chat("Who leads the museum of Sola?")
-    assert engine.asked == [("Who leads the museum of Sola?", (FACTS["museum"],))]
+    assert engine.asked == [("Who leads the museum of Sola?", museum or None)]
     engine.asked.clear()
     assert str(chat.chat(QUESTION)) == expected
     assert str(asyncio.run(chat.achat(QUESTION))) == expected
     assert "".join(chat.stream_chat(QUESTION).response_gen) == expected
-    assert engine.asked == [(QUESTION, (FACTS["bridge"],))] * 3
+    assert engine.asked == [(QUESTION, bridge or None)] * 3
     assert [message.content for message in chat.chat_history][:4] == [
         "Who leads the museum of Sola?",
         str(first),
         QUESTION,
         expected,
     ]
-
-
-def test_simple_chats_ask_the_memory_alone(index: VectorStoreIndex, llm: MACLLM, engine: RecordingEngine) -> None:
-    expected = engine.answer([QUESTION])[0].text
-    chat = index.as_chat_engine(chat_mode="simple", llm=llm)
-    chat.chat("Hello")
-    engine.asked.clear()
-    assert str(chat.chat(QUESTION)) == expected
-    assert "".join(chat.stream_chat(QUESTION).response_gen) == expected
-    assert engine.asked == [(QUESTION, None)] * 2
 
 
 def test_long_chats_do_not_eat_the_window(index: VectorStoreIndex, llm: MACLLM) -> None:

@@ -25,11 +25,9 @@ from mac_rag.integrations.llama_index import (
     MACLLM,
     FilteredDocuments,
     MACNodePostprocessor,
-    MACRetriever,
     MemoryWriter,
 )
 from mac_rag.model import MACModel
-from mac_rag.retrieval import BM25Retriever
 from tests.integrations.helpers import FACTS, QUESTION, HashEmbedding, RecordingEngine
 
 TENANTS = {"bridge": "a", "museum": "b", "river": "a"}
@@ -106,13 +104,6 @@ def test_filters_that_say_the_same_about_one_bank_are_equal(remembering: Recordi
     assert hash(first) == hash(second)
     assert first != other
     assert first != FilteredDocuments(RecordingEngine(tiny_model), only("a"))
-
-
-def test_our_retrievers_take_them_too(remembering: RecordingEngine) -> None:
-    bm25 = remembering.retriever = BM25Retriever()
-    MemoryWriter(remembering)([Document(id_="more", text="Another bridge.", metadata={"tenant": "b"})])
-    retriever = MACRetriever(bm25, allowed=FilteredDocuments(remembering, only("a")))
-    assert retriever.retrieve("bridge") == []
 
 
 KEYS = st.sampled_from(["tenant", "year", "tags", "ref_doc_id", "absent"])

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from llama_index.core import Document, KeywordTableIndex, Settings, TreeIndex, VectorStoreIndex
-from llama_index.core.agent.workflow import AgentWorkflow, CodeActAgent, ReActAgent
+from llama_index.core.agent.workflow import CodeActAgent, ReActAgent
 from llama_index.core.base.llms.types import ChatMessage
 from llama_index.core.evaluation import (
     AnswerRelevancyEvaluator,
@@ -44,7 +44,7 @@ from llama_index.core.question_gen import LLMQuestionGenerator
 from llama_index.core.retrievers import QueryFusionRetriever
 from llama_index.core.schema import TextNode
 from llama_index.core.selectors import LLMSingleSelector
-from llama_index.core.tools import FunctionTool, QueryEngineTool
+from llama_index.core.tools import QueryEngineTool
 from pydantic import BaseModel
 
 from mac_rag.data.types import Document as MACDocument
@@ -78,9 +78,9 @@ def router(index: VectorStoreIndex, llm: MACLLM) -> RouterQueryEngine:
     return RouterQueryEngine.from_defaults(tools(index, llm), llm=llm, selector=LLMSingleSelector.from_defaults(llm))
 
 
-def sub_questions(index: VectorStoreIndex, llm: MACLLM, use_async: bool) -> SubQuestionQueryEngine:
+def sub_questions(index: VectorStoreIndex, llm: MACLLM) -> SubQuestionQueryEngine:
     generator = LLMQuestionGenerator.from_defaults(llm=llm)
-    return SubQuestionQueryEngine.from_defaults(tools(index, llm), question_gen=generator, llm=llm, use_async=use_async)
+    return SubQuestionQueryEngine.from_defaults(tools(index, llm), question_gen=generator, llm=llm, use_async=False)
 
 
 def program(llm: MACLLM) -> LLMTextCompletionProgram[Person]:
@@ -129,8 +129,7 @@ NEEDS_INSTRUCTIONS: dict[str, Case] = {
     "HyDE": lambda index, llm: HyDEQueryTransform(llm=llm).run(QUESTION),
     "router": lambda index, llm: router(index, llm).query(QUESTION),
     "router, async": lambda index, llm: asyncio.run(router(index, llm).aquery(QUESTION)),
-    "sub-questions": lambda index, llm: sub_questions(index, llm, False).query(QUESTION),
-    "sub-questions, async": lambda index, llm: asyncio.run(sub_questions(index, llm, True).aquery(QUESTION)),
+    "sub-questions": lambda index, llm: sub_questions(index, llm).query(QUESTION),
     "multi-step": lambda index, llm: MultiStepQueryEngine(
         index.as_query_engine(llm=llm), StepDecomposeQueryTransform(llm=llm)
     ).query(QUESTION),
@@ -140,16 +139,12 @@ NEEDS_INSTRUCTIONS: dict[str, Case] = {
         QUESTION
     ),
     "LLMRerank": lambda index, llm: LLMRerank(llm=llm).postprocess_nodes(scored(*FACTS), query_str=QUESTION),
-    "LLMRerank, async": lambda index, llm: asyncio.run(
-        LLMRerank(llm=llm).apostprocess_nodes(scored(*FACTS), query_str=QUESTION)
-    ),
     "RankGPT": lambda index, llm: RankGPTRerank(llm=llm).postprocess_nodes(scored(*FACTS), query_str=QUESTION),
     "previous or next": lambda index, llm: AutoPrevNextNodePostprocessor(
         docstore=index.docstore, llm=llm
     ).postprocess_nodes(scored(*FACTS), query_str=QUESTION),
     "PII": lambda index, llm: PIINodePostprocessor(llm=llm).postprocess_nodes(scored(*FACTS)),
     "fusion": lambda index, llm: fusion(index, llm, use_async=False).retrieve(QUESTION),
-    "fusion, nested async": lambda index, llm: fusion(index, llm, use_async=True).retrieve(QUESTION),
     "fusion, async": lambda index, llm: asyncio.run(fusion(index, llm).aretrieve(QUESTION)),
     **{each.__name__: lambda index, llm, each=each: each(llm=llm).evaluate(**JUDGED) for each in EVALUATORS},
     **{
@@ -157,36 +152,22 @@ NEEDS_INSTRUCTIONS: dict[str, Case] = {
         for each in EXTRACTORS
     },
     "program": lambda index, llm: program(llm)(who="the engineer"),
-    "program, async": lambda index, llm: asyncio.run(program(llm).acall(who="the engineer")),
     "program, streaming": lambda index, llm: list(program(llm).stream_call(who="the engineer")),
     "ReActAgent": lambda index, llm: asyncio.run(agent(ReActAgent(tools=[double], llm=llm))),
-    "ReActAgent, at once": lambda index, llm: asyncio.run(agent(ReActAgent(tools=[double], llm=llm, streaming=False))),
-    "ReActAgent without tools": lambda index, llm: asyncio.run(agent(ReActAgent(tools=[], llm=llm))),
     "CodeActAgent": lambda index, llm: asyncio.run(
         agent(CodeActAgent(code_execute_fn=lambda code: code, tools=[double], llm=llm))
     ),
-    "AgentWorkflow": lambda index, llm: asyncio.run(
-        agent(AgentWorkflow.from_tools_or_functions([FunctionTool.from_defaults(double)], llm=llm))
-    ),
     "condense_question": lambda index, llm: second_turn(index, llm, "condense_question"),
-    "condense_question, async": lambda index, llm: asyncio.run(second_turn_async(index, llm, "condense_question")),
     "condense_plus_context": lambda index, llm: second_turn(index, llm, "condense_plus_context"),
     "condense_plus_context, streaming": lambda index, llm: second_turn(index, llm, "condense_plus_context", True),
     "condense_plus_context, async": lambda index, llm: asyncio.run(
         second_turn_async(index, llm, "condense_plus_context")
     ),
-    "best": lambda index, llm: second_turn(index, llm, "best"),
     "system prompt, simple": lambda index, llm: index.as_chat_engine(
         chat_mode="simple", llm=llm, system_prompt="Answer in French."
     ).chat(QUESTION),
     "system prompt, context": lambda index, llm: index.as_chat_engine(
         chat_mode="context", llm=llm, system_prompt="Answer in French."
-    ).chat(QUESTION),
-    "system prompt, context, async": lambda index, llm: asyncio.run(
-        index.as_chat_engine(chat_mode="context", llm=llm, system_prompt="Answer in French.").achat(QUESTION)
-    ),
-    "system prompt, condense_plus_context": lambda index, llm: index.as_chat_engine(
-        chat_mode="condense_plus_context", llm=llm, system_prompt="Answer in French."
     ).chat(QUESTION),
     "memory of facts": lambda index, llm: asyncio.run(remember(llm)),
     "TreeIndex": lambda index, llm: TreeIndex.from_documents([Document(text="A fact.")] * 3, num_children=2, llm=llm),

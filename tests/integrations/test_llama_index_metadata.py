@@ -131,22 +131,6 @@ def test_sources_and_nodes_keep_their_metadata(engine: PromptEngine, files: list
     assert {name: node.model_dump() for name, node in index.docstore.docs.items()} == before
 
 
-def test_many_at_once_read_their_own_nodes(engine: PromptEngine, files: list[Document]) -> None:
-    index = VectorStoreIndex.from_documents(files, embed_model=HashEmbedding())
-    made = index.as_query_engine(llm=MACLLM(engine=engine), similarity_top_k=1)
-    questions = [QUESTION, "Who leads the museum of Sola?", "What crosses the river Vest?"] * 2
-
-    async def crowd() -> None:
-        await asyncio.gather(*(made.aquery(question) for question in questions))
-
-    for question in questions:
-        made.query(question)
-    expected = engine.taken()
-    asyncio.run(crowd())
-    assert sorted(engine.taken()) == sorted(expected)
-    assert len(set(expected)) == 3
-
-
 def test_other_llms_read_what_they_read_before(engine: PromptEngine, files: list[Document]) -> None:
     MACLLM(engine=engine)
     echoing = MockLLM(max_tokens=None)  # it answers with its prompt

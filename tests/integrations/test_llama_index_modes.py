@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 from llama_index.core import Settings, VectorStoreIndex
-from llama_index.core.chat_engine.types import ChatMode
 from llama_index.core.llms import MockLLM
 from llama_index.core.response_synthesizers import ResponseMode
 
@@ -43,27 +41,6 @@ def test_response_modes_are_those_of_any_llm(
     assert ask(llm) == ask(MockLLM(max_tokens=4))
 
 
-# condense_question rewrites every follow-up question: see test_llama_index_instructions.py
-@pytest.mark.parametrize("mode", [mode for mode in ChatMode if mode != ChatMode.CONDENSE_QUESTION])
-def test_chat_modes_are_those_of_any_llm(index: VectorStoreIndex, llm: MACLLM, mode: ChatMode) -> None:
-    options: dict[str, Any] = {} if mode in (ChatMode.SIMPLE, ChatMode.CONTEXT) else {"skip_condense": True}
-
-    def ask(which: Any) -> Any:
-        try:
-            chat = index.as_chat_engine(chat_mode=mode, llm=which, similarity_top_k=3, **options)
-        except ValueError as error:
-            return str(error)
-        first = chat.chat(QUESTION)
-        second = asyncio.run(chat.achat("And who leads the museum of Sola?"))
-        streamed = chat.stream_chat(QUESTION)
-        assert "".join(streamed.response_gen)
-        return [sorted(node.node_id for node in reply.source_nodes) for reply in (first, second)], len(
-            chat.chat_history
-        )
-
-    assert ask(llm) == ask(MockLLM(max_tokens=4))
-
-
 # -- in a crowd --
 
 CROWD = [f"{QUESTION} And what about number {number}?" for number in range(12)]
@@ -81,24 +58,6 @@ def engines(request: pytest.FixtureRequest, index: VectorStoreIndex, llm: MACLLM
         return index.as_query_engine(llm=llm, node_postprocessors=rank, response_synthesizer=synthesizer)
 
     return build(False), build(True)
-
-
-def test_many_at_once_are_answered_as_one_by_one(engines: tuple[Any, Any]) -> None:
-    plain, streaming = engines
-    expected = [str(plain.query(question)) for question in CROWD]
-
-    async def streamed(question: str) -> str:
-        response = await streaming.aquery(question)
-        return "".join([token async for token in response.async_response_gen()])
-
-    async def crowd(ask: Any) -> list[str]:
-        return [str(text) for text in await asyncio.gather(*(ask(question) for question in CROWD))]
-
-    with ThreadPoolExecutor(len(CROWD)) as threads:
-        assert [str(response) for response in threads.map(plain.query, CROWD)] == expected
-        assert list(threads.map(lambda q: "".join(streaming.query(q).response_gen), CROWD)) == expected
-    assert asyncio.run(crowd(plain.aquery)) == expected
-    assert asyncio.run(crowd(streamed)) == expected
 
 
 def test_slow_consumers_stall_nobody(engines: tuple[Any, Any]) -> None:

@@ -15,11 +15,10 @@ import pytest
 from llama_index.core import PromptTemplate, VectorStoreIndex
 from llama_index.core.base.llms.types import ChatMessage
 from llama_index.core.prompts import BasePromptTemplate, ChatPromptTemplate, PromptType, RichPromptTemplate
-from llama_index.core.retrievers import QueryFusionRetriever
 
 from mac_rag.errors import InstructionError
 from mac_rag.integrations.framework import check_question
-from mac_rag.integrations.llama_index import MACLLM, MACNodePostprocessor
+from mac_rag.integrations.llama_index import MACLLM
 from mac_rag.integrations.llama_index.instructions import FRAMEWORK, check_template
 from tests.integrations.helpers import FACTS, QUESTION, RecordingEngine
 
@@ -209,10 +208,3 @@ def test_results_of_tools_are_refused(llm: MACLLM) -> None:
     chat = [ChatMessage(role="user", content=QUESTION), ChatMessage(role="tool", content="42")]
     with pytest.raises(InstructionError, match="result of a tool"):
         llm.chat(chat)
-
-
-def test_our_own_components_need_no_instructions(index: VectorStoreIndex, llm: MACLLM) -> None:
-    rank = MACNodePostprocessor(llm.engine, top_n=1)
-    fused = QueryFusionRetriever([index.as_retriever()], llm=llm, num_queries=1, mode="reciprocal_rerank")  # type: ignore[arg-type]
-    [found] = rank.postprocess_nodes(fused.retrieve(QUESTION), query_str=QUESTION)
-    assert found.node.text in FACTS.values()
