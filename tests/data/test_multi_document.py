@@ -6,8 +6,6 @@ import re
 
 import pytest
 
-from mac_rag.data.newswire import multi_document
-from mac_rag.data.newswire.generate import BEATS
 from mac_rag.data.newswire.multi_document import KINDS, generate_multi_document
 
 STREAM = generate_multi_document("test", 200, questions_per_kind=60)
@@ -85,9 +83,3 @@ def test_streams_are_seeded_and_refuse_what_they_cannot_make() -> None:
     for split, documents in (("dev", 10), ("test", 0)):
         with pytest.raises(ValueError, match=r"dev|at least 1"):
             generate_multi_document(split, documents)
-
-
-def test_what_questions_are_made_of_is_what_stories_tell() -> None:
-    beats = {beat.name: [fact.draw for fact in beat.facts] for beat in BEATS}
-    assert all(beats[name].count("company") == 1 for name in multi_document._DESCRIPTIONS)
-    assert all(beats[name].count(draw) == 1 for name, draw in multi_document._COMPARED)

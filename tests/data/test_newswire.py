@@ -111,10 +111,6 @@ def test_questions_about_changed_facts_say_which_time_they_mean(changing: QAData
     assert now > 0
 
 
-def test_without_updates_nothing_is_updated() -> None:
-    assert not list(updated_pairs(generate("test", 300, update_rate=0.0)))
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import itertools
 import json
 import os
 import subprocess
@@ -29,27 +30,16 @@ WHOLE = SplitRange("small.json", "small", 0, 4, 4)
 
 def layout(*articles: tuple[str, list[tuple[str, list[tuple[str, list[str]]]]]]) -> dict[str, Any]:
     """The official layout of (title, [(paragraph, [(question, answers)])])."""
-    number = iter(range(1_000_000))
-    data = [
-        {
-            "title": title,
-            "paragraphs": [
-                {
-                    "context": context,
-                    "qas": [
-                        {
-                            "id": f"q{next(number)}",
-                            "question": question,
-                            "answers": [{"text": answer, "answer_start": 0} for answer in answers],
-                        }
-                        for question, answers in questions
-                    ],
-                }
-                for context, questions in paragraphs
-            ],
-        }
-        for title, paragraphs in articles
-    ]
+    number = itertools.count()
+
+    def question(text: str, answers: list[str]) -> dict[str, Any]:
+        spans = [{"text": answer, "answer_start": 0} for answer in answers]
+        return {"id": f"q{next(number)}", "question": text, "answers": spans}
+
+    def paragraph(text: str, questions: list[tuple[str, list[str]]]) -> dict[str, Any]:
+        return {"context": text, "qas": [question(*each) for each in questions]}
+
+    data = [{"title": title, "paragraphs": [paragraph(*each) for each in some]} for title, some in articles]
     return {"version": "1.1", "data": data}
 
 
@@ -79,11 +69,7 @@ def test_paragraphs_are_documents_in_article_order(tmp_path: Path) -> None:
         ("q2", "q2?", ".._etc-000"),
         ("q3", "q3?", ".._etc-000"),
     ]
-
-
-def test_the_shortest_answer_comes_first_and_the_others_are_kept_once(tmp_path: Path) -> None:
-    dataset = select_rows(small_rows(tmp_path), WHOLE, "test", "small.json")
-    assert dataset.questions[0].answers == ("b", "the b", "c")
+    assert dataset.questions[0].answers == ("b", "the b", "c")  # the shortest first, each once
 
 
 def test_titles_that_differ_only_in_signs_keep_their_documents_apart() -> None:
@@ -116,15 +102,6 @@ def full_size(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture(scope="module")
-def full_size_rows() -> dict[str, list[SquadRow]]:
-    """The rows of the files of `full_size`."""
-    return {
-        name: [SquadRow("Title", f"Text {n // 10 * 10}.", f"{n}", f"q{n}?", ("a",)) for n in range(size)]
-        for name, size in (("train-v1.1.json", 87_599), ("dev-v1.1.json", 10_570))
-    }
-
-
 @pytest.mark.parametrize(
     ("split", "file", "first", "count"),
     [
@@ -135,10 +112,10 @@ def full_size_rows() -> dict[str, list[SquadRow]]:
         ("test", "dev-v1.1.json", 0, 10_570),
     ],
 )
-def test_the_splits_are_the_papers(
-    full_size_rows: dict[str, list[SquadRow]], split: str, file: str, first: int, count: int
-) -> None:
-    dataset = select_rows(full_size_rows[file], PARTS[split], split, file)
+def test_the_splits_are_the_papers(split: str, file: str, first: int, count: int) -> None:
+    size = {"train-v1.1.json": 87_599, "dev-v1.1.json": 10_570}[file]
+    rows = (SquadRow("Title", f"Text {n // 10 * 10}.", f"{n}", f"q{n}?", ("a",)) for n in range(size))
+    dataset = select_rows(list(rows), PARTS[split], split, file)
     assert (dataset.name, dataset.split, len(dataset.questions)) == ("squad", split, count)
     assert dataset.questions[0].question == f"q{first}?"
     assert dataset.questions[-1].question == f"q{first + count - 1}?"
@@ -213,18 +190,8 @@ def test_the_hubs_table_holds_the_same_rows(tmp_path: Path) -> None:
     from datasets import Dataset
 
     rows = small_rows(tmp_path)
-    table = Dataset.from_list(
-        [
-            {
-                "id": row.id,
-                "title": row.title,
-                "context": row.context,
-                "question": row.question,
-                "answers": {"text": list(row.answers), "answer_start": [0] * len(row.answers)},
-            }
-            for row in rows
-        ]
-    )
+    answers = ({"text": list(row.answers), "answer_start": [0] * len(row.answers)} for row in rows)
+    table = Dataset.from_list([{**vars(row), "answers": each} for row, each in zip(rows, answers)])
     assert list(read_hub_rows(table)) == rows
 
 

@@ -58,12 +58,6 @@ def test_separators_without_an_answer_are_named(tmp_path: Path) -> None:
         read_streamingqa(tmp_path, "test")
 
 
-def test_a_missing_column_is_named(tmp_path: Path) -> None:
-    (tmp_path / "test.csv").write_text("text,question\nText.,q?\n")
-    with pytest.raises(DataError, match=r"test\.csv: missing column 'answers'"):
-        read_streamingqa(tmp_path, "test")
-
-
 @pytest.mark.parametrize("split", SPLITS)
 def test_a_split_is_the_file_of_its_name(tmp_path: Path, split: str) -> None:
     with pytest.raises(DataError, match=f"{split}.csv cannot be read"):

@@ -50,13 +50,6 @@ def test_hits_scores_and_ties_are_those_of_a_retriever_without_the_others(
     assert all(len(hits) <= len(allowed - deleted) for hits in expected)
 
 
-@pytest.mark.parametrize("name", RETRIEVERS)
-def test_nothing_allowed_finds_nothing(name: str) -> None:
-    retriever = RETRIEVERS[name]()
-    retriever.add([Document("d", "w1 w2")])
-    assert retriever.retrieve(["w1", "w2"], 5, allowed=()) == [[], []]
-
-
 def test_matrix_products_in_several_parts_leave_no_trace(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mac_rag.retrieval.dense._ROWS", 5)
     retriever, fresh = DenseRetriever(UnevenEncoder()), DenseRetriever(UnevenEncoder())

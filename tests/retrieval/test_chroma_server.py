@@ -83,13 +83,6 @@ def refused(place: str, message: str, **options: Any) -> str:
     return "".join(traceback.format_exception(error.value))
 
 
-def test_other_headers(server: Server) -> None:
-    with Proxy(server.port, {"X-Team": "ours", **BEARER}) as proxy:
-        chroma = ChromaRetriever(f"{proxy.url}/headers", WordEncoder(), headers={"X-Team": "ours", **BEARER})
-        chroma.put(documents("one"))
-        assert len(chroma) == 1
-
-
 @pytest.mark.parametrize(
     "place",
     [

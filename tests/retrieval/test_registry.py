@@ -51,7 +51,6 @@ def test_hybrid_of_bm25_and_minilm_is_kept_in_a_folder(tmp_path: Path) -> None:
     assert [hits[0].document_id for hits in found] == ["d0", "d1"]
     hybrid.save(tmp_path)
     again = make_retriever("hybrid", folder=tmp_path)
-    assert again is not None
     assert again.retrieve(["storm", "pets"], 2) == found
     with pytest.raises(BankError, match="holds a retriever of kind 'bm25'"):
         make_retriever("minilm", folder=tmp_path / "0")

@@ -291,7 +291,6 @@ def test_a_crash_between_retriever_and_bank_is_finished_at_the_next_start(
         raise Killed
 
     retriever = bank.engine.retriever
-    assert retriever is not None
     save = type(retriever).put
 
     def put_and_die(self: Any, documents: Any) -> None:
