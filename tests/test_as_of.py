@@ -147,7 +147,6 @@ def test_a_new_date_costs_no_amortization(
 ) -> None:
     bank = MemoryBank.create(tmp_path, tiny_model.fingerprint) if on_disk else None
     found = MACEngine(tiny_model, bank, BM25Retriever())
-    assert found.retriever is not None
     found.adapt(DATED)
     phi = {document.id: found.bank[document.id].phi for document in DATED}
     amortized: list[int] = []

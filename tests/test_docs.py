@@ -199,12 +199,6 @@ def test_few_blocks_are_left_out_and_each_has_a_reason() -> None:
     assert [block for block in left_out if block.language != "bash" or len(str(block.not_run).split()) < 3] == []
 
 
-def test_every_comment_stands_in_front_of_a_block() -> None:
-    for page in PAGES:
-        text = (ROOT / page).read_text()
-        assert len(NOT_RUN.findall(text)) == sum(b.not_run is not None for b in read_blocks(page, text)), page
-
-
 @pytest.mark.parametrize("page", PAGES)
 def test_commands_exist(page: str) -> None:
     """Those too that are not run, or are named in a sentence."""
@@ -231,20 +225,6 @@ class TestHarness:
     def test_it_notices_what_is_wrong(self, text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         with pytest.raises((AssertionError, ImportError)):
             run_page("page.md", text, tmp_path, monkeypatch)
-
-    def test_blocks_share_names_and_folder(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        page = (
-            "```python\nfrom pathlib import Path\nnumber = 2\n```\n"
-            "```bash\ncat > file <<'END'\nmore\nEND\nmac-rag --version  # a comment\n```\n\n```text\nmac-rag ...\n```\n"
-            "<!-- not run: it would fail -->\n```bash\nfalse\n```\n"
-            "```python\nprint(number, Path('file').read_text(), end='')\n```\n\n```text\n2 more\n```\n"
-        )
-        assert [len(lines.splitlines()) for lines in run_page("page.md", page, tmp_path, monkeypatch)] == [0, 1, 1]
-
-    def test_a_traceback_names_the_line_of_the_page(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        with pytest.raises(ZeroDivisionError) as caught:
-            run_page("page.md", "Text.\n\n```python\nzero = 0\n1 / zero\n```\n", tmp_path, monkeypatch)
-        assert caught.traceback[-1].lineno == 4  # counted from 0
 
 
 @pytest.mark.slow

@@ -184,9 +184,7 @@ class TestReadme:
 
     TEXT = (ROOT / "README.md").read_text()
 
-    def test_its_commands_exist(self) -> None:
-        modules = set(re.findall(r"-m ((?:pipelines|eval|benchmarks)\.\w+)", self.TEXT))
-        assert modules <= set(COMMANDS)
+    def test_its_recipes_exist(self) -> None:
         recipes = set(re.findall(r"--config ([\w./-]+)", self.TEXT))
         assert recipes <= set(recipe_names())
 
@@ -216,13 +214,8 @@ def examples(docstring: str | None) -> list[doctest.Example]:
 
 
 def public_classes() -> list[type]:
-    modules = (
-        "mac_rag",
-        "mac_rag.integrations.llama_index",
-        "mac_rag.integrations.langchain",
-        "mac_rag.memory",
-        "mac_rag.retrieval",
-    )
+    parts = ("", ".integrations.llama_index", ".integrations.langchain", ".memory", ".retrieval")
+    modules = (f"mac_rag{part}" for part in parts)
     public = (getattr(module, name) for module in map(importlib.import_module, modules) for name in module.__all__)
     return sorted({value for value in public if isinstance(value, type)}, key=lambda cls: cls.__name__)
 
@@ -231,10 +224,6 @@ class TestPublicNames:
     @pytest.mark.parametrize("cls", public_classes())
     def test_every_public_class_shows_an_example_that_doctest_runs(self, cls: type) -> None:
         assert examples(cls.__doc__), f"the docstring of {cls.__name__} has no example after 'Examples:'"
-
-    @pytest.mark.parametrize("section", ["", "Examples:\n    engine.answer()", "Notes:\n    >>> 1 + 1\n    2"])
-    def test_a_docstring_without_a_runnable_example_is_noticed(self, section: str) -> None:
-        assert not examples(f"Answers questions.\n\n{section}\n")
 
     def test_all_of_them_can_be_imported(self) -> None:
         import mac_rag

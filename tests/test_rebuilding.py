@@ -237,7 +237,6 @@ class TestCommand:
         assert run(*command[:5], with_texts, *command[6:], *holder, "--keep-texts").exit_code == 0
         assert MemoryBank.open(with_texts)["1"].texts == ("Rain fell on Kell.",)
         retriever = make_retriever(str(holder[1]), folder=tmp_path / "texts" if kind == "bm25" else None)
-        assert retriever is not None
         retriever.delete("1")
         if kind == "bm25":
             retriever.save(tmp_path / "texts")

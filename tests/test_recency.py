@@ -45,7 +45,6 @@ DATED = [Document(one.id, one.text, {"date": 2001 + year}) for year, one in enum
 def recent(loaded_tiny_model: MACModel) -> MACModel:
     """A model whose term takes much from all but the newest documents that a question can mean."""
     model = with_recency_term(copy_of(loaded_tiny_model))
-    assert model.aggregation.recency is not None
     with torch.no_grad():
         model.aggregation.recency.bias.fill_(9.0)
     return model
@@ -139,7 +138,6 @@ def test_a_checkpoint_keeps_the_term(recent: MACModel, tmp_path: Path) -> None:
     recent.save_pretrained(tmp_path / "model")
     again = MACModel.from_pretrained(tmp_path / "model", device="cpu")
     assert again.answer_digest == recent.answer_digest
-    assert again.aggregation.recency is not None
     assert again.aggregation.recency.bias.item() == 9.0
 
 
@@ -168,7 +166,6 @@ def test_training_learns_the_term_from_the_dates_of_a_batch(loaded_tiny_model: M
     """The losses are those over a bank with these dates; further negatives are older than all of it."""
     model = with_recency_term(copy_of(loaded_tiny_model))
     term = model.aggregation.recency
-    assert term is not None
     documents, questions = STREAM.documents[:4], STREAM.questions[:4]
     batch = Batch(
         documents=[document.text for document in documents],

@@ -41,10 +41,8 @@ def test_without_data_it_runs_on_the_embedded_sample(
     stream = generate("test", 9, seed=4)
     assert result.experiment == experiment
     assert result.seed == result.config["seed"] == 4
-    assert result.data is not None
     assert (result.data.name, result.data.source) == ("newswire", "generated")
     assert [sample.question for sample in samples(path)] == [question.question for question in stream.questions]
-    assert result.model is not None
     assert result.model.name == str(tiny_checkpoint)
     assert [row.recall_at_k is None for row in result.rows] == [True, True, False, False]
 
@@ -59,7 +57,6 @@ def test_data_are_read_from_the_folder_given(command: Command, tiny_checkpoint: 
     assert shown.splitlines()[0] == f"ArchivalQA-Seq from {tmp_path / 'data'}: 9 documents, 9 questions, split test"
     result = Result.read(tmp_path / "read.json")
     assert samples(tmp_path / "read.json") == samples(tmp_path / "generated.json")
-    assert result.data is not None
     assert (result.data.name, result.data.source) == ("archivalqa", str(tmp_path / "data"))
     assert [row.name for row in result.rows] == ["LM alone", "MAC"]
 
@@ -76,9 +73,7 @@ def test_documents_and_questions_are_limited(command: Command, tiny_checkpoint: 
     assert code == 0
     assert "4 documents, 5 questions, split val" in shown.splitlines()[0]
     result = Result.read(tmp_path / "r.json")
-    assert result.data is not None
     assert (result.data.documents, result.data.questions, len(samples(tmp_path / "r.json"))) == (4, 5, 5)
-    assert result.adaptation is not None
     assert result.adaptation.documents == 4
 
 
@@ -159,59 +154,39 @@ def test_weekly_news_is_asked_as_of_the_day_of_each_question(
     assert len(first.rows["bm25 top-5"].retrieved) == len(second.rows["bm25 top-5, dated"].retrieved) == 2
 
 
-class TestRefusals:
-    """Each ends with exit code 1, one message on standard error, no traceback and no result."""
+@pytest.mark.parametrize(
+    ("experiment", "arguments", "message"),
+    [
+        ("qa", ("--columns", "question=q"), "'question=q' names columns of data of your own; give them with --data"),
+        ("timeqa", (), "eval.timeqa needs --data, a folder with the files of Time-Sensitive QA; they are in dataset/"),
+        ("archivalqa", ("--data", "nowhere"), "nowhere"),
+        ("streamingqa", ("--data", "."), "test.csv: missing column 'question'"),
+        ("archivalqa", ("--documents", 3, "--model", "mac-nowhere"), "'mac-nowhere'"),
+        ("archivalqa", ("--split", "dev"), "no split 'dev'; choose one of train, val, test"),
+        ("archivalqa", ("--retriever", "bm25,google"), "unknown retriever 'google'"),
+        ("archivalqa", ("--k", "0,5"), "--k must be at least 1"),
+        *(
+            ("archivalqa", ("--memory-weight", given), f"at most 1, separated by commas, got '{given}'")
+            for given in ("0", "0.5,2", "half", "nan")
+        ),
+        ("archivalqa", ("--output", "."), "is a folder"),
+        ("bank_size", ("--sizes", "x"), "whole numbers"),
+    ],
+)
+def test_a_refusal_is_one_message_without_a_result(
+    command: Command, tmp_path: Path, experiment: str, arguments: tuple[object, ...], message: str
+) -> None:
+    (tmp_path / "test.csv").write_text("text,answers\nRain fell.,rain\n")
+    code, _, errors = command(f"eval.{experiment}", *arguments)
+    assert code == 1
+    assert not list(tmp_path.rglob("*.json"))
+    assert "Traceback" not in errors
+    [said] = [line for line in errors.splitlines() if line.startswith("error: ")]
+    assert message in said
 
-    def refused(self, command: Command, tmp_path: Path, *arguments: object, benchmark: str = "archivalqa") -> str:
-        code, _, errors = command(f"eval.{benchmark}", *arguments)
-        assert code == 1
-        assert not list(tmp_path.rglob("*.json"))
-        assert "Traceback" not in errors
-        [message] = [line for line in errors.splitlines() if line.startswith("error: ")]
-        return message
 
-    def test_columns_of_no_data(self, command: Command, tmp_path: Path) -> None:
-        message = self.refused(command, tmp_path, "--columns", "question=q", benchmark="qa")
-        assert "--columns 'question=q' names columns of data of your own; give them with --data" in message
-
-    def test_a_benchmark_of_moments_without_data(self, command: Command, tmp_path: Path) -> None:
-        message = self.refused(command, tmp_path, benchmark="timeqa")
-        assert "eval.timeqa needs --data, a folder with the files of Time-Sensitive QA; they are in dataset/" in message
-
-    def test_unknown_path(self, command: Command, tmp_path: Path) -> None:
-        assert str(tmp_path / "nowhere") in self.refused(command, tmp_path, "--data", tmp_path / "nowhere")
-
-    def test_missing_column(self, command: Command, tmp_path: Path) -> None:
-        (tmp_path / "test.csv").write_text("text,answers\nRain fell.,rain\n")
-        message = self.refused(command, tmp_path, "--data", tmp_path, benchmark="streamingqa")
-        assert "missing column 'question'" in message
-        assert "test.csv" in message
-
-    def test_unknown_model(self, command: Command, tmp_path: Path) -> None:
-        assert "'mac-nowhere'" in self.refused(command, tmp_path, "--documents", 3, "--model", "mac-nowhere")
-
-    def test_unknown_split(self, command: Command, tmp_path: Path) -> None:
-        assert "no split 'dev'; choose one of train, val, test" in self.refused(command, tmp_path, "--split", "dev")
-
-    def test_unknown_retriever(self, command: Command, tmp_path: Path) -> None:
-        assert "unknown retriever 'google'" in self.refused(command, tmp_path, "--retriever", "bm25,google")
-
-    def test_no_number_of_documents_to_retrieve(self, command: Command, tmp_path: Path) -> None:
-        assert "--k must be at least 1" in self.refused(command, tmp_path, "--k", "0,5")
-
-    @pytest.mark.parametrize("given", ["0", "0.5,2", "half", "nan"])
-    def test_no_memory_weight(self, command: Command, tmp_path: Path, given: str) -> None:
-        message = self.refused(command, tmp_path, "--memory-weight", given)
-        assert f"numbers above 0 and at most 1, separated by commas, got '{given}'" in message
-
-    def test_output_that_is_a_folder(self, command: Command, tmp_path: Path) -> None:
-        assert "is a folder" in self.refused(command, tmp_path, "--output", tmp_path)
-
-    def test_sizes_that_are_no_numbers(self, command: Command, tmp_path: Path) -> None:
-        assert "whole numbers" in self.refused(command, tmp_path, "--sizes", "x", benchmark="bank_size")
-
-    def test_wrong_usage(self, command: Command) -> None:
-        for arguments in (("--documents", 0), ("--questions", 0), ("--bogus",)):
-            code, _, errors = command("eval.archivalqa", *arguments)
-            assert code == 2
-            assert arguments[0] in errors
+def test_wrong_usage(command: Command) -> None:
+    for arguments in (("--documents", 0), ("--questions", 0), ("--bogus",)):
+        code, _, errors = command("eval.archivalqa", *arguments)
+        assert code == 2
+        assert arguments[0] in errors

@@ -55,14 +55,9 @@ class TestRun:
         self, tiny_checkpoint: Path, tiny_model: MACModel, tmp_path: Path
     ) -> None:
         step, commit, prints = on(tiny_checkpoint), checkout(), AnswerDigests()
-        model = result("bank_size").model
-        assert model is not None
-        mine = model.model_copy(
-            update={
-                "name": str(tiny_checkpoint),
-                "answer_digest": MACModel.from_pretrained(str(tiny_checkpoint)).answer_digest,
-            }
-        )
+        digest = MACModel.from_pretrained(str(tiny_checkpoint)).answer_digest
+        named = {"name": str(tiny_checkpoint), "answer_digest": digest}
+        mine = result("bank_size").model.model_copy(update=named)
         made = result("bank_size", command=step.shown(tmp_path), git=commit, model=mine)
         assert not finished(step, tmp_path, commit, prints)
         made.write(step.result(tmp_path))

@@ -62,19 +62,8 @@ def test_continuations_keep_every_word(texts: list[str]) -> None:
 
 def test_command(command: Command, tiny_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(TRAINING_DOCUMENTS, "tiny", 40)
-    arguments = (
-        "--model",
-        tiny_checkpoint,
-        "--steps",
-        1,
-        "--documents",
-        4,
-        "--baselines",
-        "uniform",
-        "--output",
-        "r.json",
-    )
-    assert command("eval.perplexity", *arguments)[0] == 0
+    options = ("--steps", 1, "--documents", 4, "--baselines", "uniform", "--output", "r.json")
+    assert command("eval.perplexity", "--model", tiny_checkpoint, *options)[0] == 0
     rows = Result.read(tmp_path / "r.json").rows
     assert [row.name for row in rows] == ["LM alone", "MAC, trained on questions", "MAC", "Uniform"]
     assert all(row.measures[f"perplexity_{which}"] > 1 for row in rows for which in ("adapted", "unseen"))
@@ -85,6 +74,5 @@ def test_the_papers_recipe_loads(tmp_path: Path) -> None:
         write_archivalqa(generate(split, 4), tmp_path / "archivalqa" / f"{split}.csv")
     training = Training("gpt2-large", str(tmp_path / "archivalqa"), tmp_path / "variants", 0, None, "paper")
     recipe = language_recipe(training, 1_000_000)
-    assert recipe.model is not None
     assert recipe.model.prompt.question == "{question}"
     assert len(recipe.data.training_set().documents) == 4

@@ -91,7 +91,6 @@ def test_designs_start_from_the_embeddings_of_a_model_stored_as_int8(tiny_checkp
 def test_the_papers_recipes_load(preset: str, fresh: Any, changes: dict[str, Any]) -> None:
     training = Training(preset, "data/streamingqa", Path("variants"), 3, None, "paper")
     recipe = training.recipe(fresh, changes)
-    assert recipe.model is not None
     assert (recipe.data.name, recipe.data.path, recipe.trainer.seed) == ("streamingqa", "data/streamingqa", 3)
     assert recipe.model.base_lm.name == f"runs/{preset}/tune_qa/best"
     values = recipe.model_dump(mode="json")

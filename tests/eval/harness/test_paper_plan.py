@@ -152,6 +152,5 @@ def test_every_recipe_takes_the_values_of_every_data_set(name: str, dataset: str
         else:
             assert recipe.context.retriever == "none"
         if isinstance(recipe, TrainConfig):
-            assert recipe.model is not None
             assert recipe.model.base_lm.name == f"{model.starts_from.folder if model.starts_from else ''}/best"
             assert recipe.model.base_lm.quantization == ("nf4" if name in ("gpt2-xl", "llama2-7b") else "none")

@@ -63,7 +63,7 @@ def result(**changes: Any) -> Result:
 
 class TestHash:
     @pytest.mark.parametrize("as_of", [None, "2004"])
-    def test_is_the_sha256_of_all_other_fields(self, as_of: str | None) -> None:
+    def test_is_the_sha256_of_all_other_fields_in_any_order(self, as_of: str | None) -> None:
         sample = Sample.of(replace(QUESTION, as_of=as_of), {"MAC": VERDICT}).model_dump(mode="json", exclude_none=True)
         claimed = sample.pop("hash")
         text = json.dumps(sample, sort_keys=True, separators=(",", ":"))
@@ -72,27 +72,6 @@ class TestHash:
     def test_stays_the_same_from_one_version_to_the_next(self) -> None:
         """Results of different days can be compared; if this must change, so must SCHEMA_VERSION."""
         assert Sample.of(QUESTION, {"MAC": VERDICT}).hash == HASH
-
-    def test_does_not_depend_on_the_order_of_the_rows(self) -> None:
-        other = VERDICT.model_copy(update={"prediction": "Voss"})
-        forth, back = {"MAC": VERDICT, "BM25": other}, {"BM25": other, "MAC": VERDICT}
-        assert Sample.of(QUESTION, forth).hash == Sample.of(QUESTION, back).hash
-
-    @pytest.mark.parametrize(
-        "question",
-        [
-            Question("q2", QUESTION.question, QUESTION.answers, "d1"),
-            Question("q1", "Who?", QUESTION.answers, "d1"),
-            Question("q1", QUESTION.question, ("Ada Voss",), "d1"),
-            Question("q1", QUESTION.question, QUESTION.answers, "d2"),
-        ],
-    )
-    def test_changes_with_the_question(self, question: Question) -> None:
-        assert Sample.of(question, {"MAC": VERDICT}).hash != HASH
-
-    @pytest.mark.parametrize("change", [{"prediction": "ada"}, {"retrieved": ("d2", "d1")}, {"truncated": True}])
-    def test_changes_with_the_answer(self, change: dict[str, Any]) -> None:
-        assert Sample.of(QUESTION, {"MAC": VERDICT.model_copy(update=change)}).hash != HASH
 
 
 class TestFile:
