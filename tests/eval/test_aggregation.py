@@ -6,17 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from eval.harness.results import Result
-from tests.eval.helpers import Command
+from tests.eval.helpers import Command, Evaluate
 
 SIZES = ("--documents", 16, "--questions", 6, "--batch-size", 4)
 
 
-def test_hierarchical(command: Command, tiny_checkpoint: Path, tmp_path: Path) -> None:
-    arguments = ("--model", tiny_checkpoint, *SIZES, "--subgroups", "2,8", "--output", "r.json")
-    assert command("eval.aggregation", "hierarchical", *arguments)[0] == 0
-    result = Result.read(tmp_path / "r.json")
-    rows = {row.name: row for row in result.rows}
+def test_hierarchical(evaluate: Evaluate, tiny_checkpoint: Path) -> None:
+    result, rows, samples, _ = evaluate("aggregation", "hierarchical", *SIZES, "--subgroups", "2,8")
     assert list(rows) == ["full", "streaming", "hierarchical, M = 2", "hierarchical, M = 8"]
     assert rows["hierarchical, M = 8"].settings == {"method": "hierarchical", "entries": 16, "M": 8}
     full = rows["full"]
@@ -24,7 +20,6 @@ def test_hierarchical(command: Command, tiny_checkpoint: Path, tmp_path: Path) -
     for row in rows.values():
         kept = row.measures["memory_kept"]
         assert abs(kept - 100 * row.measures["peak_mb"] / full.measures["peak_mb"]) < 1e-9
-    samples = result.read_samples(tmp_path / "r.json")
     assert len(samples) == 6
     assert all(sample.rows["streaming"] == sample.rows["full"] for sample in samples)
     assert result.config["model"] == str(tiny_checkpoint)
@@ -36,9 +31,8 @@ def test_subgroups_of_one_are_refused(command: Command) -> None:
     assert "--subgroups must be at least 2" in errors
 
 
-def test_reduction(command: Command, tiny_checkpoint: Path, tmp_path: Path) -> None:
-    assert command("eval.aggregation", "reduction", "--model", tiny_checkpoint, *SIZES, "--output", "r.json")[0] == 0
-    rows = {row.name: row for row in Result.read(tmp_path / "r.json").rows}
+def test_reduction(evaluate: Evaluate) -> None:
+    rows = evaluate("aggregation", "reduction", *SIZES).rows
     assert next(iter(rows)) == "whole bank"
     assert len(rows) == 1 + 3 * 3
     for share, entries in ((75, 12), (50, 8), (25, 4)):

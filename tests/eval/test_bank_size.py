@@ -11,12 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from eval.bank_size import groups, measure
-from eval.harness.results import Result
 from mac_rag.config import AggregationConfig
 from mac_rag.data.newswire.generate import generate
 from mac_rag.engine import MACEngine
 from mac_rag.model import MACModel
-from tests.eval.helpers import Command
+from tests.eval.helpers import Command, Evaluate
 from tests.helpers import mac_config
 
 STREAM = generate("test", 12, seed=3)
@@ -73,25 +72,20 @@ def test_the_prior_is_switched_off_only_while_it_is_measured(tiny_model: MACMode
     assert answers[True] != answers[False]
 
 
-def test_command(command: Command, tiny_checkpoint: Path, tmp_path: Path) -> None:
-    arguments = ("--model", tiny_checkpoint, "--sizes", "4,20", "--questions", "10", "--output", "curve.json")
-    code, shown, _ = command("eval.bank_size", *arguments)
-    assert code == 0
+def test_rows_with_and_without_the_prior(evaluate: Evaluate) -> None:
+    _, rows, samples, shown = evaluate("bank_size", "--sizes", "4,20", "--questions", "10")
     assert shown.splitlines()[0] == "Generated newswire: 20 documents, 10 questions, split test"
-    result = Result.read(tmp_path / "curve.json")
-    assert [(row.name, row.documents, row.questions) for row in result.rows] == [
+    assert [(row.name, row.documents, row.questions) for row in rows.values()] == [
         ("4 documents, with prior", 4, 10),
         ("4 documents, without prior", 4, 10),
         ("20 documents, with prior", 20, 10),
         ("20 documents, without prior", 20, 10),
     ]
-    assert all(row.name in shown for row in result.rows)
-    samples = result.read_samples(tmp_path / "curve.json")
+    assert all(name in shown for name in rows)
     assert len(samples) == 10
-    _, _, _ = command("eval.bank_size", *arguments[:-1], "off.json", "--prior", "off")
-    off = Result.read(tmp_path / "off.json")
-    assert [row.name for row in off.rows] == ["4 documents, without prior", "20 documents, without prior"]
-    for all_rows, one in zip(samples, off.read_samples(tmp_path / "off.json")):
+    off = evaluate("bank_size", "--sizes", "4,20", "--questions", "10", "--prior", "off")
+    assert list(off.rows) == ["4 documents, without prior", "20 documents, without prior"]
+    for all_rows, one in zip(samples, off.samples):
         assert one.rows["20 documents, without prior"] == all_rows.rows["20 documents, without prior"]
 
 

@@ -8,16 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from eval.harness.results import Data, Result, Sample
+from eval.harness.results import Data, Result
 from eval.qa import named_columns
 from mac_rag.data.archivalqa import write_archivalqa
 from mac_rag.data.newswire.generate import generate
 from mac_rag.errors import ConfigError
-from tests.eval.helpers import Command
-
-
-def samples(path: Path) -> tuple[Sample, ...]:
-    return Result.read(path).read_samples(path)
+from tests.eval.helpers import Command, Evaluate
 
 
 @pytest.mark.parametrize("experiment", ["archivalqa", "streamingqa", "squad", "qa"])
@@ -38,46 +34,42 @@ def test_without_data_it_runs_on_the_embedded_sample(
         assert f"│ {name} " in shown
         assert name in progress
     result = Result.read(path)
-    stream = generate("test", 9, seed=4)
+    samples, stream = result.read_samples(path), generate("test", 9, seed=4)
     assert result.experiment == experiment
     assert result.seed == result.config["seed"] == 4
     assert (result.data.name, result.data.source) == ("newswire", "generated")
-    assert [sample.question for sample in samples(path)] == [question.question for question in stream.questions]
+    assert [sample.question for sample in samples] == [question.question for question in stream.questions]
     assert result.model.name == str(tiny_checkpoint)
     assert [row.recall_at_k is None for row in result.rows] == [True, True, False, False]
 
 
-def test_data_are_read_from_the_folder_given(command: Command, tiny_checkpoint: Path, tmp_path: Path) -> None:
+def test_data_are_read_from_the_folder_given(evaluate: Evaluate, tmp_path: Path) -> None:
     """The same documents give the same answers, generated or from a file."""
     write_archivalqa(generate("test", 9, seed=4), tmp_path / "data" / "test.csv")
-    common = ("--model", tiny_checkpoint, "--documents", 9)
-    command("eval.archivalqa", *common, "--seed", 4, "--output", "generated.json")
-    code, shown, _ = command("eval.archivalqa", *common, "--data", tmp_path / "data", "--output", "read.json")
-    assert code == 0
-    assert shown.splitlines()[0] == f"ArchivalQA-Seq from {tmp_path / 'data'}: 9 documents, 9 questions, split test"
-    result = Result.read(tmp_path / "read.json")
-    assert samples(tmp_path / "read.json") == samples(tmp_path / "generated.json")
-    assert (result.data.name, result.data.source) == ("archivalqa", str(tmp_path / "data"))
-    assert [row.name for row in result.rows] == ["LM alone", "MAC"]
+    generated = evaluate("archivalqa", "--documents", 9, "--seed", 4)
+    read = evaluate("archivalqa", "--documents", 9, "--data", tmp_path / "data")
+    title = f"ArchivalQA-Seq from {tmp_path / 'data'}: 9 documents, 9 questions, split test"
+    assert read.shown.splitlines()[0] == title
+    assert read.samples == generated.samples
+    assert (read.result.data.name, read.result.data.source) == ("archivalqa", str(tmp_path / "data"))
+    assert list(read.rows) == ["LM alone", "MAC"]
 
 
-def test_documents_and_questions_are_limited(command: Command, tiny_checkpoint: Path, tmp_path: Path) -> None:
+def test_documents_and_questions_are_limited(evaluate: Evaluate, tmp_path: Path) -> None:
     with (tmp_path / "val.csv").open("w", newline="") as file:
         writer = csv.writer(file)
         writer.writerow(["text", "question", "answers"])
         writer.writerows(
             [f"Rain fell on town {i // 3}.", f"What fell on town {i // 3}, {i}?", "rain"] for i in range(30)
         )
-    options = ("--data", tmp_path, "--split", "val", "--documents", 4, "--questions", 5, "--output", "r.json")
-    code, shown, _ = command("eval.streamingqa", "--model", tiny_checkpoint, *options)
-    assert code == 0
+    options = ("--data", tmp_path, "--split", "val", "--documents", 4, "--questions", 5)
+    result, _, samples, shown = evaluate("streamingqa", *options)
     assert "4 documents, 5 questions, split val" in shown.splitlines()[0]
-    result = Result.read(tmp_path / "r.json")
-    assert (result.data.documents, result.data.questions, len(samples(tmp_path / "r.json"))) == (4, 5, 5)
+    assert (result.data.documents, result.data.questions, len(samples)) == (4, 5, 5)
     assert result.adaptation.documents == 4
 
 
-def test_data_of_ones_own_give_the_rows_of_a_benchmark(command: Command, tiny_checkpoint: Path, tmp_path: Path) -> None:
+def test_data_of_ones_own_give_the_rows_of_a_benchmark(evaluate: Evaluate, tmp_path: Path) -> None:
     """The oracle is StreamingQA's command on the same questions."""
     stream = generate("test", 9, seed=4)
     texts = {document.id: document.text for document in stream.documents}
@@ -86,29 +78,24 @@ def test_data_of_ones_own_give_the_rows_of_a_benchmark(command: Command, tiny_ch
         csv.writer(file).writerows([("text", "question", "answers"), *rows])
     with (tmp_path / "mine.jsonl").open("w") as file:
         file.writelines(json.dumps(dict(zip(("document", "q", "answers"), row))) + "\n" for row in rows)
-    common = ("--model", tiny_checkpoint, "--retriever", "bm25", "--k", "1,2")
-    command("eval.streamingqa", *common, "--data", tmp_path, "--output", "streamingqa.json")
-    data = ("--data", "mine.jsonl", "--columns", "question=q", "--split", "all")
-    code, shown, _ = command("eval.qa", *common, *data, "--output", "own.json")
-    assert code == 0
-    assert shown.splitlines()[0] == "mine.jsonl: 9 documents, 9 questions, split all"
-    own, expected = Result.read(tmp_path / "own.json"), Result.read(tmp_path / "streamingqa.json")
-    assert [row.model_copy(update={"seconds": None}) for row in own.rows] == [
-        row.model_copy(update={"seconds": None}) for row in expected.rows
+    common = ("--retriever", "bm25", "--k", "1,2")
+    expected = evaluate("streamingqa", *common, "--data", tmp_path)
+    own = evaluate("qa", *common, "--data", "mine.jsonl", "--columns", "question=q", "--split", "all")
+    assert own.shown.splitlines()[0] == "mine.jsonl: 9 documents, 9 questions, split all"
+    assert [row.model_copy(update={"seconds": None}) for row in own.result.rows] == [
+        row.model_copy(update={"seconds": None}) for row in expected.result.rows
     ]
-    assert own.data == Data(name="own", split="all", source="mine.jsonl", documents=9, questions=9)
+    assert own.result.data == Data(name="own", split="all", source="mine.jsonl", documents=9, questions=9)
 
 
-def test_questions_without_documents_have_no_recall(command: Command, tiny_checkpoint: Path, tmp_path: Path) -> None:
+def test_questions_without_documents_have_no_recall(evaluate: Evaluate, tmp_path: Path) -> None:
     (tmp_path / "corpus.jsonl").write_text(
         "".join(json.dumps({"id": str(i), "contents": f"Town {i}."}) + "\n" for i in range(4))
     )
     (tmp_path / "test.jsonl").write_text('{"id": "q", "question": "Which town?", "golden_answers": ["Town 1"]}\n')
-    options = ("--model", tiny_checkpoint, "--retriever", "bm25", "--k", 2, "--output", "r.json")
-    code, shown, _ = command("eval.qa", "--data", tmp_path, *options)
-    assert code == 0, shown
-    assert [row.recall_at_k for row in Result.read(tmp_path / "r.json").rows] == [None] * 4
-    assert samples(tmp_path / "r.json")[0].document_id is None
+    result, _, samples, _ = evaluate("qa", "--data", tmp_path, "--retriever", "bm25", "--k", 2)
+    assert [row.recall_at_k for row in result.rows] == [None] * 4
+    assert samples[0].document_id is None
 
 
 @pytest.mark.parametrize("columns", ["question", "question=", "question=q,question=p", "=q"])
@@ -117,38 +104,30 @@ def test_columns_that_name_nothing_are_refused(columns: str) -> None:
         named_columns(columns)
 
 
-def test_a_benchmark_of_moments_has_rows_with_dates(command: Command, tiny_checkpoint: Path, tmp_path: Path) -> None:
+def test_a_benchmark_of_moments_has_rows_with_dates(evaluate: Evaluate, tmp_path: Path) -> None:
     paras = ["Tom Webb", "Webb played for Lund FC from 1996 to 2003 .", "In 2004 he moved to Kell United ."]
     asked = [
         ["Which team did Webb play for from 1996 to 2003?", [{"para": 1, "from": 16, "end": 23, "answer": "Lund FC"}]]
     ]
     pages = [{"index": "/wiki/Webb#P54", "type": "P54", "link": "/wiki/Webb", "paras": paras, "questions": asked}]
     (tmp_path / "human_annotated_test.json").write_text(json.dumps(pages))
-    options = ("--data", tmp_path, "--retriever", "bm25", "--k", 3, "--output", "r.json")
-    code, shown, _ = command("eval.timeqa", "--model", tiny_checkpoint, *options)
-    assert code == 0
+    _, _, [sample], shown = evaluate("timeqa", "--data", tmp_path, "--retriever", "bm25", "--k", 3)
     assert shown.splitlines()[0] == f"Time-Sensitive QA from {tmp_path}: 3 documents, 1 questions, split test"
-    [sample] = samples(tmp_path / "r.json")
     assert sample.as_of == "2003-12-31"
     assert set(sample.rows["bm25 top-3"].retrieved) == {"Webb#0", "Webb#1", "Webb#2"}
     assert set(sample.rows["bm25 top-3, dated"].retrieved) == {"Webb#0", "Webb#1"}
     assert "MAC, dated" in sample.rows
 
 
-def test_weekly_news_is_asked_as_of_the_day_of_each_question(
-    command: Command, tiny_checkpoint: Path, tmp_path: Path
-) -> None:
+def test_weekly_news_is_asked_as_of_the_day_of_each_question(evaluate: Evaluate, tmp_path: Path) -> None:
     common = {"question_sentence": "Who opened the hall?", "choices": ["Lena Marsh", "Ada Voss"]}
     for week, (day, right) in {"20230526": ("2023/05/26", "1"), "20230609": ("2023/06/08", "0")}.items():
         name = common["choices"][int(right)]
         question = {**common, "question_id": f"{week}_0", "question_date": day, "answer": [right]}
         row = {**question, "evidence": f"The hall was opened by {name}."}
         (tmp_path / f"{week}_qa.jsonl").write_text(json.dumps(row) + "\n")
-    options = ("--data", tmp_path, "--retriever", "bm25", "--k", 5, "--output", "r.json")
-    code, shown, _ = command("eval.realtimeqa", "--model", tiny_checkpoint, *options)
-    assert code == 0
+    _, _, [first, second], shown = evaluate("realtimeqa", "--data", tmp_path, "--retriever", "bm25", "--k", 5)
     assert shown.splitlines()[0] == f"RealTimeQA from {tmp_path}: 2 documents, 2 questions, split test"
-    first, second = samples(tmp_path / "r.json")
     assert (first.as_of, second.as_of) == ("2023-05-26", "2023-06-08")
     assert first.rows["bm25 top-5, dated"].retrieved == ("20230526_0-evidence",)
     assert len(first.rows["bm25 top-5"].retrieved) == len(second.rows["bm25 top-5, dated"].retrieved) == 2

@@ -10,11 +10,10 @@ from eval.baselines.camels import CamelsConfig
 from eval.baselines.ccm import CCMConfig
 from eval.baselines.factory import BaselineSetup, SystemFactory
 from eval.baselines.options import METHODS
-from eval.harness.results import Result, Row
 from mac_rag.data.newswire.generate import generate
 from mac_rag.errors import ConfigError
 from mac_rag.model import MACModel
-from tests.eval.helpers import Command
+from tests.eval.helpers import Command, Evaluate
 
 SMALL = BaselineSetup(
     training_documents=8,
@@ -47,35 +46,20 @@ def test_every_method_makes_a_system_that_adapts_and_answers(tiny_model: MACMode
         made.make("magic")
 
 
-def read(path: Path) -> tuple[Result, dict[str, Row]]:
-    result = Result.read(path)
-    return result, {row.name: row for row in result.rows}
-
-
-def test_main_table(command: Command, tiny_checkpoint: Path, tmp_path: Path) -> None:
-    options = ("--model", tiny_checkpoint, "--documents", 6, "--questions", 5, "--learning-rate", 1e-3)
-    for file in ("a.json", "b.json"):
-        code, shown, _ = command(
-            "eval.main_table", *options, "--methods", "zero-shot,uniform,mac", "--seed", 2, "--output", file
-        )
-        assert code == 0
-        assert shown.splitlines()[0] == "newswire: 6 documents, 5 questions, generated"
-    result, rows = read(tmp_path / "a.json")
+def test_main_table(evaluate: Evaluate) -> None:
+    options = ("--documents", 6, "--questions", 5, "--learning-rate", 1e-3, "--methods", "zero-shot,uniform,mac")
+    result, rows, samples, shown = evaluate("main_table", *options, "--seed", 2)
+    assert shown.splitlines()[0] == "newswire: 6 documents, 5 questions, generated"
     assert list(rows) == ["Zero-shot", "Uniform", "MAC"]
     assert rows["Uniform"].settings == {"method": "Uniform", "learning_rate": 1e-3}
     assert (rows["MAC"].documents, rows["MAC"].questions) == (6, 5)
     assert (result.experiment, result.scale, result.seed) == ("main_table", "tiny", 2)
-    again, _ = read(tmp_path / "b.json")
-    assert result.read_samples(tmp_path / "a.json") == again.read_samples(tmp_path / "b.json")
+    assert samples == evaluate("main_table", *options, "--seed", 2).samples
 
 
-def test_retention(command: Command, tiny_checkpoint: Path, tmp_path: Path) -> None:
-    code, _, _ = command(
-        "eval.retention", "--model", tiny_checkpoint, "--methods", "uniform,mac", "--first", 3, "--further", 5,
-        "--step", 2, "--output", "r.json",
-    )  # fmt: skip
-    assert code == 0
-    result, rows = read(tmp_path / "r.json")
+def test_retention(evaluate: Evaluate) -> None:
+    options = ("--methods", "uniform,mac", "--first", 3, "--further", 5, "--step", 2)
+    result, rows, _, _ = evaluate("retention", *options)
     assert list(rows) == [f"{name}, +{added}" for name in ("Uniform", "MAC") for added in (0, 2, 4, 5)]
     assert [row.settings["added"] for row in rows.values()] == [0, 2, 4, 5] * 2
     assert [row.documents for row in rows.values()] == [3, 5, 7, 8] * 2
@@ -92,10 +76,8 @@ def test_retention(command: Command, tiny_checkpoint: Path, tmp_path: Path) -> N
                 assert f"retention of {name.lower()}" in result.not_run
 
 
-def test_adaptation_cost(command: Command, tiny_checkpoint: Path, tmp_path: Path) -> None:
-    code, _, _ = command("eval.adaptation_cost", "--model", tiny_checkpoint, "--documents", 3, "--output", "c.json")
-    assert code == 0
-    _, rows = read(tmp_path / "c.json")
+def test_adaptation_cost(evaluate: Evaluate) -> None:
+    rows = evaluate("adaptation_cost", "--documents", 3).rows
     assert list(rows) == ["Uniform", "Salient Spans", "CaMeLS", "CCM + encoder retriever", "MAC"]
     for row in rows.values():
         assert row.measures["peak_mb"] > row.measures["networks_mb"] > 0

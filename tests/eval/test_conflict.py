@@ -8,7 +8,6 @@ import pytest
 
 from eval.harness.bootstrap import paired_interval
 from eval.harness.conflict import conflicts, measure, newest_only
-from eval.harness.results import Result
 from mac_rag.data.archivalqa import write_archivalqa
 from mac_rag.data.metrics import exact_match
 from mac_rag.data.newswire.generate import generate
@@ -16,7 +15,7 @@ from mac_rag.data.types import Document, QADataset, Question
 from mac_rag.engine import MACEngine
 from mac_rag.errors import DataError
 from mac_rag.model import MACModel
-from tests.eval.helpers import Command
+from tests.eval.helpers import Evaluate
 
 STREAM = generate("test", 60, seed=3, questions_per_document=4, update_rate=0.5)
 
@@ -59,29 +58,22 @@ def test_a_memory_of_the_newest_equals_a_bank_without_older_documents(tiny_model
     assert given["newest"] == expected
 
 
-def test_command(command: Command, tiny_checkpoint: Path, tmp_path: Path) -> None:
-    sizes = ("--documents", 120, "--questions", 3, "--output", "r.json")
-    code, shown, _ = command("eval.conflict", "--model", tiny_checkpoint, *sizes)
-    assert code == 0
-    result = Result.read(tmp_path / "r.json")
-    assert [row.name for row in result.rows][1:5] == [
+def test_newswire_has_conflicts_of_both_kinds(evaluate: Evaluate) -> None:
+    result, rows, samples, shown = evaluate("conflict", "--documents", 120, "--questions", 3)
+    assert list(rows)[1:5] == [
         "MAC, updated facts", "outdated document", "outdated document + MAC", "outdated document + MAC of the newest",
     ]  # fmt: skip
     assert all(row.questions == 3 for row in result.rows)
-    assert len(result.read_samples(tmp_path / "r.json")) == 6
+    assert len(samples) == 6
     assert "false document + MAC" in shown
 
 
-def test_a_data_set_from_a_folder_has_only_counterfactual_conflicts(
-    command: Command, tiny_checkpoint: Path, tmp_path: Path
-) -> None:
+def test_a_data_set_from_a_folder_has_only_counterfactual_conflicts(evaluate: Evaluate, tmp_path: Path) -> None:
     write_archivalqa(generate("test", 9, seed=4), tmp_path / "data" / "test.csv")
-    data = ("--data", f"archivalqa:{tmp_path / 'data'}")
-    common = ("--model", tiny_checkpoint, *data, "--documents", 9, "--questions", 2, "--output", "r.json")
-    code, shown, errors = command("eval.conflict", *common)
-    assert code == 0, errors
-    assert "Not run: outdated documents" in shown
-    assert {row.settings["conflict"] for row in Result.read(tmp_path / "r.json").rows} == {"counterfactual"}
+    data = f"archivalqa:{tmp_path / 'data'}"
+    made = evaluate("conflict", "--data", data, "--documents", 9, "--questions", 2)
+    assert "Not run: outdated documents" in made.shown
+    assert {row.settings["conflict"] for row in made.result.rows} == {"counterfactual"}
 
 
 def test_a_data_set_without_conflicts_is_refused() -> None:

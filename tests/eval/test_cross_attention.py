@@ -9,11 +9,10 @@ import torch
 
 from eval.cross_attention import attention_map, distracting
 from eval.harness.protocol import some_questions
-from eval.harness.results import Result
 from mac_rag.data.newswire.generate import generate
 from mac_rag.model import MACModel
 from mac_rag.retrieval.bm25 import BM25Retriever
-from tests.eval.helpers import Command
+from tests.eval.helpers import Command, Evaluate
 
 STREAM = some_questions(generate("test", 20, seed=2), 4, 0)
 
@@ -48,12 +47,10 @@ def test_the_map_sums_to_the_attention_of_the_model(tiny_model: MACModel, prior:
         torch.testing.assert_close(found.sum(-1).mean(0), expected)
 
 
-def test_command(command: Command, tiny_checkpoint: Path, tmp_path: Path) -> None:
-    arguments = ("--model", tiny_checkpoint, "--documents", 12, "--questions", 3)
-    code, shown, _ = command("eval.cross_attention", *arguments, "--output", "r.json")
-    assert code == 0
-    assert "distractor 1" not in shown  # the map is for a plot
-    rows = Result.read(tmp_path / "r.json").rows
+def test_the_map_is_written_beside_its_summary(evaluate: Evaluate, command: Command, tiny_checkpoint: Path) -> None:
+    made = evaluate("cross_attention", "--documents", 12, "--questions", 3)
+    assert "distractor 1" not in made.shown  # the map is for a plot
+    rows = made.result.rows
     assert [row.name for row in rows[:4]] == [
         f"{kind} distractors{plain}" for kind in ("bm25", "random") for plain in ("", ", without the prior")
     ]
@@ -63,6 +60,7 @@ def test_command(command: Command, tiny_checkpoint: Path, tmp_path: Path) -> Non
         assert sum(cell.measures["mass"] for cell in cells) == pytest.approx(1, abs=1e-5)
         gold = [cell.measures["mass"] for cell in cells if cell.settings["document"] == "gold"]
         assert sum(gold) == pytest.approx(summary.measures["gold_mass"], abs=1e-5)
-    code, _, errors = command("eval.cross_attention", *arguments[:2], "--documents", 5, "--questions", 3)
+    options = ("--model", tiny_checkpoint, "--documents", 5, "--questions", 3)
+    code, _, errors = command("eval.cross_attention", *options)
     assert code == 1
     assert "the map has 6 documents, but the stream has only 5" in errors

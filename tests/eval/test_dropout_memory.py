@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
 
 from eval.dropout_memory import first_batch, memory_rows, step_memory
-from eval.harness.results import Result
 from mac_rag.data.newswire.generate import generate
 from mac_rag.errors import ConfigError
 from mac_rag.model import MACModel
-from tests.eval.helpers import Command
+from tests.eval.helpers import Evaluate
 
 STREAM = generate("train", 8, questions_per_document=2)
 
@@ -47,16 +44,14 @@ def test_a_batch_has_a_question_on_each_document(tiny_model: MACModel) -> None:
 
 @pytest.mark.usefixtures("few_stories")
 @pytest.mark.slow
-def test_command(command: Command, tiny_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_table_of_answers_can_be_left_out(evaluate: Evaluate, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("eval.dropout_memory.TABLE", {"tiny": {"No backprop.": (2, 1, 0.0), "MAC": (4, 2, 0.75)}})
-    small = ("--steps", 1, "--documents", 4, "--k", 2, "--output", "r.json")
-    assert command("eval.dropout_memory", "--model", tiny_checkpoint, *small)[0] == 0
-    rows = Result.read(tmp_path / "r.json").rows
+    small = ("--steps", 1, "--documents", 4, "--k", 2)
+    rows = evaluate("dropout_memory", *small).result.rows
     assert [row.name for row in rows[:2]] == ["No backprop.", "MAC"]
     assert [(row.settings["K"], row.settings["p"]) for row in rows[:2]] == [(2, 0.0), (4, 0.75)]
     assert all(row.f1 is not None for row in rows[:2])
     assert len(rows) == 2 + 5
-    assert command("eval.dropout_memory", "--model", tiny_checkpoint, *small, "--no-trainings")[0] == 0
-    result = Result.read(tmp_path / "r.json")
+    result = evaluate("dropout_memory", *small, "--no-trainings").result
     assert (len(result.rows), result.samples) == (5, None)
     assert "the table of answers by p" in result.not_run

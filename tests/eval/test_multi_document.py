@@ -6,21 +6,16 @@ from pathlib import Path
 
 import pytest
 
-from eval.harness.results import Result
 from eval.multi_document import all_retrieved
 from mac_rag.data.newswire.multi_document import generate_multi_document
-from tests.eval.helpers import Command
+from tests.eval.helpers import Command, Evaluate
 
 
-def test_rows_by_kind_are_those_of_their_questions(command: Command, tiny_checkpoint: Path, tmp_path: Path) -> None:
-    options = ("--documents", "40", "--questions", "3", "--k", "1,4", "--output", "r.json")
-    code, shown, _ = command("eval.multi_document", "--model", tiny_checkpoint, *options)
-    assert code == 0
-    result = Result.read(tmp_path / "r.json")
-    samples = result.read_samples(tmp_path / "r.json")
+def test_rows_by_kind_are_those_of_their_questions(evaluate: Evaluate) -> None:
+    options = ("--documents", "40", "--questions", "3", "--k", "1,4")
+    _, rows, samples, shown = evaluate("multi_document", *options)
     stream = generate_multi_document("test", 40, questions_per_kind=3)
     names = ["LM alone", "MAC", "bm25 top-1", "bm25 top-1 + MAC", "bm25 top-4", "bm25 top-4 + MAC"]
-    rows = {row.name: row for row in result.rows}
     assert list(rows) == [f"{kind}: {name}" for kind in ("two-hop", "comparison", "counting", "all") for name in names]
     for full, row in rows.items():
         kind, _, name = full.partition(": ")

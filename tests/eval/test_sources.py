@@ -7,14 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from eval.harness.results import Result
 from eval.report.collect import collect
 from eval.report.page import page
 from eval.sources import Named, control_rows, named_of
 from mac_rag.data.newswire.generate import generate
 from mac_rag.data.types import Source
 from mac_rag.sources import highlights
-from tests.eval.helpers import Command
+from tests.eval.helpers import Evaluate
 
 
 def test_controls_are_their_definitions() -> None:
@@ -35,14 +34,9 @@ def test_controls_are_their_definitions() -> None:
     assert "MAC: the retriever's first" not in {row.name for row in control_rows("MAC", [without])}
 
 
-def test_mac_tiny_names_the_right_document(command: Command, tmp_path: Path) -> None:
-    output = tmp_path / "sources.json"
-    code, _, told = command(
-        "eval.sources", "--documents", "60", "--questions", "40", "--k", "3", "--output", str(output)
-    )
-    assert code == 0, told
-    result = Result.read(output)
-    rows = {row.name: row for row in result.rows}
+def test_mac_tiny_names_the_right_document(evaluate: Evaluate, tmp_path: Path) -> None:
+    options = ("--documents", "60", "--questions", "40", "--k", "3")
+    result, rows, samples, _ = evaluate("sources", *options, model="mac-tiny")
     for name in ("MAC", "bm25 top-3 + MAC"):
         first = rows[f"{name}: first source"]
         assert first.measures["right_document"] >= 0.95
@@ -55,6 +49,5 @@ def test_mac_tiny_names_the_right_document(command: Command, tmp_path: Path) -> 
     shown = page(collect([tmp_path]))
     quote = result.quotes[0]
     assert f"<mark>{escape(quote.sentence[slice(*highlights(quote.sentence, quote.answer)[0])])}</mark>" in shown
-    assert rows["bm25 top-3 + MAC"].em == pytest.approx(
-        sum(sample.rows["bm25 top-3 + MAC"].em for sample in result.read_samples(output)) / 40
-    )
+    name = "bm25 top-3 + MAC"
+    assert rows[name].em == pytest.approx(sum(sample.rows[name].em for sample in samples) / 40)

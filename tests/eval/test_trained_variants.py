@@ -10,27 +10,24 @@ import pytest
 import torch
 
 from eval.dropout_memory import TABLE
-from eval.harness.results import Result
 from eval.harness.variants import Training
 from eval.variants import DESIGNS, KINDS, PRECISIONS, tiny_designs
 from mac_rag.config import EncoderConfig
 from mac_rag.lm.loading import INT8_LM, load_backbone
 from mac_rag.model import MACModel
 from mac_rag.model.presets import merged
-from tests.eval.helpers import Command
+from tests.eval.helpers import Evaluate
 
-SMALL = ("--steps", 2, "--documents", 5, "--output", "r.json")
+SMALL = ("--steps", 2, "--documents", 5)
 pytestmark = pytest.mark.usefixtures("few_stories")
 
 
 @pytest.mark.slow
-def test_peft(command: Command, tiny_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    code, _, _ = command("eval.variants", "peft", "--model", tiny_checkpoint, *SMALL)
-    assert code == 0
-    result = Result.read(tmp_path / "r.json")
+def test_each_modulation_is_trained_once(evaluate: Evaluate, monkeypatch: pytest.MonkeyPatch) -> None:
+    result, _, samples, _ = evaluate("variants", "peft", *SMALL)
     assert [row.settings["method"] for row in result.rows] == list(KINDS)
     assert all(row.em is not None and row.measures["answer_loss"] > 0 for row in result.rows)
-    assert len(result.read_samples(tmp_path / "r.json")) == 5
+    assert len(samples) == 5
     losses = [row.measures["answer_loss"] for row in result.rows]
     assert len(set(losses)) == 3
 
@@ -38,16 +35,11 @@ def test_peft(command: Command, tiny_checkpoint: Path, tmp_path: Path, monkeypat
         raise AssertionError("a finished training was made again")
 
     monkeypatch.setattr("pipelines.trainer.Trainer.run", again)
-    assert command("eval.variants", "peft", "--model", tiny_checkpoint, *SMALL)[0] == 0
-    assert [row.measures["answer_loss"] for row in Result.read(tmp_path / "r.json").rows] == losses
+    assert [row.measures["answer_loss"] for row in evaluate("variants", "peft", *SMALL).result.rows] == losses
 
 
-def test_quantization_lists_4_bit_as_not_run_without_a_gpu(
-    command: Command, tiny_checkpoint: Path, tmp_path: Path
-) -> None:
-    code, shown, _ = command("eval.variants", "quantization", "--model", tiny_checkpoint, *SMALL)
-    assert code == 0
-    result = Result.read(tmp_path / "r.json")
+def test_quantization_lists_4_bit_as_not_run_without_a_gpu(evaluate: Evaluate) -> None:
+    result, _, _, shown = evaluate("variants", "quantization", *SMALL)
     expected = ["32bit", "16bit"] + ["4bit"] * torch.cuda.is_available()
     assert [row.settings["method"] for row in result.rows] == expected
     if not torch.cuda.is_available():
@@ -56,9 +48,8 @@ def test_quantization_lists_4_bit_as_not_run_without_a_gpu(
 
 
 @pytest.mark.slow
-def test_amortization(command: Command, tiny_checkpoint: Path, tmp_path: Path) -> None:
-    assert command("eval.variants", "amortization", "--model", tiny_checkpoint, *SMALL)[0] == 0
-    result = Result.read(tmp_path / "r.json")
+def test_each_design_of_amortization_is_trained(evaluate: Evaluate, tmp_path: Path) -> None:
+    result = evaluate("variants", "amortization", *SMALL).result
     assert [row.settings["method"] for row in result.rows] == [*DESIGNS, "decoder-only, pretrained"]
     trained = [json.loads(path.read_text()) for path in (tmp_path / "variants").glob("*/best/config.json")]
     assert sorted(config["amortization"]["design"] for config in trained) == [

@@ -8,10 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from eval.harness.results import Result
 from eval.unanswerable import auroc, expected_calibration_error, risk_at_coverage
 from mac_rag.model import MACModel
-from tests.eval.helpers import Command
+from tests.eval.helpers import Command, Evaluate
 from tests.pipelines.helpers import command as pipeline
 
 ANSWERS = st.lists(st.tuples(st.sampled_from([0.0, 0.1, 0.25, 0.5, 0.75, 1.0]), st.booleans()), min_size=1, max_size=30)
@@ -36,7 +35,7 @@ def test_metrics_are_their_definitions(answers: list[tuple[float, bool]]) -> Non
     assert 0 <= risk_at_coverage(scores, right, 0.5) <= 1
 
 
-def test_a_fit_and_its_measurement_are_two_commands(command: Command, tmp_path: Path) -> None:
+def test_a_fit_and_its_measurement_are_two_commands(evaluate: Evaluate, command: Command, tmp_path: Path) -> None:
     folder = tmp_path / "model"
     MACModel.from_pretrained("mac-tiny").save_pretrained(folder)
     options = ("--documents", "50", "--questions", "50")
@@ -46,13 +45,10 @@ def test_a_fit_and_its_measurement_are_two_commands(command: Command, tmp_path: 
     fitted = pipeline("pipelines.calibrate", "--model", str(folder), "--data", "newswire", *options)
     assert fitted.exit_code == 0, fitted.output
     assert "fitted on 50 answers" in fitted.output
-    output = tmp_path / "result.json"
-    code, _, told = command("eval.unanswerable", "--model", str(folder), *options, "--output", str(output))
-    assert code == 0, told
-    result = Result.read(output)
+    result, rows, samples, _ = evaluate("unanswerable", *options, model=folder)
     first = result.rows[0]
     assert first.name == "memory: confidence"
     assert first.measures["auroc"] > 0.8
     assert first.measures["risk_at_100"] <= 1 - (first.em or 0)
-    assert {row.name for row in result.rows[1:]} >= {"memory: prior alone", "memory: log_probability alone"}
-    assert len(result.read_samples(output)) == 50
+    assert set(rows) >= {"memory: prior alone", "memory: log_probability alone"}
+    assert len(samples) == 50

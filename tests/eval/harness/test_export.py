@@ -8,10 +8,9 @@ from pathlib import Path
 import pytest
 
 from eval.harness.export import export_folder
-from eval.harness.results import Result
 from mac_rag.data.newswire.generate import generate
 from mac_rag.errors import ConfigError
-from tests.eval.helpers import Command
+from tests.eval.helpers import Evaluate
 
 # Fields of `ragas.SingleTurnSample`, ragas 0.4.3, and their types in JSON.
 RAGAS = {
@@ -27,17 +26,13 @@ RAGAS = {
 RAGCHECKER = {"query_id", "query", "gt_answer", "response", "retrieved_context"}
 
 
-def test_each_row_of_a_run_becomes_records_of_both_evaluators(
-    command: Command, tiny_checkpoint: Path, tmp_path: Path
-) -> None:
-    options = ("--documents", 9, "--seed", 4, "--retriever", "bm25", "--k", 2, "--output", "r.json")
-    code, shown, _ = command("eval.qa", "--model", tiny_checkpoint, *options, "--export", "records")
-    assert code == 0
+def test_each_row_of_a_run_becomes_records_of_both_evaluators(evaluate: Evaluate, tmp_path: Path) -> None:
+    options = ("--documents", 9, "--seed", 4, "--retriever", "bm25", "--k", 2)
+    _, _, samples, shown = evaluate("qa", *options, "--export", "records")
     assert "Records for ragas and RAGChecker: 8 files in records" in shown
     for name in ("substring %", "MRR@k %", "nDCG@k %"):
         assert name in shown
     texts = {document.id: document.text for document in generate("test", 9, seed=4).documents}
-    samples = Result.read(tmp_path / "r.json").read_samples(tmp_path / "r.json")
     rows = {"LM alone": "LM-alone", "MAC": "MAC", "bm25 top-2": "bm25-top-2", "bm25 top-2 + MAC": "bm25-top-2-+-MAC"}
     for row, name in rows.items():
         lines = (tmp_path / "records" / f"{name}.ragas.jsonl").read_text().splitlines()
@@ -59,13 +54,10 @@ def test_each_row_of_a_run_becomes_records_of_both_evaluators(
             assert result["retrieved_context"] == [{"doc_id": name, "text": texts[name]} for name in verdict.retrieved]
 
 
-def test_questions_without_documents_have_no_reference_contexts(
-    command: Command, tiny_checkpoint: Path, tmp_path: Path
-) -> None:
+def test_questions_without_documents_have_no_reference_contexts(evaluate: Evaluate, tmp_path: Path) -> None:
     (tmp_path / "corpus.jsonl").write_text('{"id": "1", "contents": "Town 1."}\n')
     (tmp_path / "test.jsonl").write_text('{"id": "q", "question": "Which town?", "golden_answers": ["Town 1"]}\n')
-    code, _, _ = command("eval.qa", "--data", tmp_path, "--model", tiny_checkpoint, "--export", tmp_path / "out")
-    assert code == 0
+    evaluate("qa", "--data", tmp_path, "--export", tmp_path / "out")
     [line] = (tmp_path / "out" / "MAC.ragas.jsonl").read_text().splitlines()
     assert set(json.loads(line)) == set(RAGAS) - {"reference_contexts", "reference_context_ids"}
     assert json.loads(line)["retrieved_contexts"] == []
