@@ -145,9 +145,7 @@ def test_an_interrupt_says_what_is_kept_and_the_command_goes_on(
 
 
 @pytest.mark.usefixtures("interruptible")
-def test_nothing_is_kept_of_an_interrupt_at_the_beginning(
-    tiny_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_early_interrupts_keep_nothing(tiny_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "a.txt").write_text("The bridge of Orm was closed.")
 
     def interrupted(*arguments: Any) -> Any:

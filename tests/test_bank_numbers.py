@@ -61,9 +61,7 @@ def test_codes_are_read_as_the_numbers_that_they_stand_for(quantized_model: MACM
     torch.testing.assert_close(bounded, unbounded, rtol=1e-4, atol=1e-5)
 
 
-def test_what_a_bank_knows_of_rows_is_what_a_reader_computes(
-    loaded_tiny_model: MACModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_bank_knows_what_a_reader_computes(loaded_tiny_model: MACModel, monkeypatch: pytest.MonkeyPatch) -> None:
     """Questions get the same answers, and the first one reads no row that cannot matter."""
     model = loaded_tiny_model
     phi = model.amortize([document.text for document in DOCUMENTS])

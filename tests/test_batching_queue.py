@@ -244,9 +244,7 @@ def test_every_caller_of_a_crowd_gets_its_own_result(plans: list[list[tuple[str,
     assert not queue._waiting
 
 
-def test_with_patience_a_crowd_that_comes_one_by_one_is_one_batch(
-    worker: Worker, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_with_patience_a_crowd_coming_one_by_one_is_one_batch(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
     """Requests arrive while the queue is patient. Its clock is replaced, so a slow machine changes nothing."""
     waits: list[float] = []
     arriving = iter(["late 1", "late 2"])

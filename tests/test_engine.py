@@ -41,9 +41,7 @@ def test_adapting_is_amortizing(engine: MACEngine) -> None:
     assert engine.bank[STREAM.documents[3].id].metadata == STREAM.documents[3].metadata
 
 
-def test_an_unchanged_document_is_free_and_a_changed_one_replaces_the_old(
-    engine: MACEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_only_a_changed_document_is_encoded_again(engine: MACEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     engine.adapt(STREAM.documents)
     encoded: list[str] = []
     amortize, decode = engine.model.amortize_rows, engine.model.amortization.tokenizer.decode
@@ -269,9 +267,7 @@ def test_documents_beyond_the_window_are_refused_or_shortened(engine: MACEngine)
     assert room - 20 < used <= room
 
 
-def test_a_window_may_be_smaller_than_what_the_lm_has_positions_for(
-    engine: MACEngine, model_folder: Callable[[str], Path]
-) -> None:
+def test_a_window_may_be_smaller_than_the_lm_s(engine: MACEngine, model_folder: Callable[[str], Path]) -> None:
     model, texts = engine.model, ["word " * 40, "other " * 40]
     whole = len(model.base_lm.prompts.prompt(QUESTIONS[0], texts))
     window = whole - 1 + model.config.max_new_tokens
@@ -309,9 +305,7 @@ def test_a_new_bank_is_used_at_once(engine: MACEngine) -> None:
 
 @settings(max_examples=6, deadline=None)
 @given(data=st.data())
-def test_answers_are_those_of_an_engine_that_never_held_what_is_not_allowed(
-    loaded_tiny_model: MACModel, data: st.DataObject
-) -> None:
+def test_answers_are_those_of_an_engine_of_the_allowed_alone(loaded_tiny_model: MACModel, data: st.DataObject) -> None:
     """Through BM25, prompts, the bank and attention."""
     ids = st.sampled_from([document.id for document in STREAM.documents])
     deleted, allowed = data.draw(st.sets(ids, max_size=4)), data.draw(st.sets(ids, min_size=1, max_size=8))

@@ -62,9 +62,7 @@ def test_adapting_tokenizes_a_document_once(
     assert not any(containing(tokenized, text) for text in TEXTS)  # what is known is not looked at again
 
 
-def test_a_long_document_is_tokenized_once_whole_and_once_in_its_chunks(
-    tiny_model: MACModel, tokenized: Counter[str]
-) -> None:
+def test_a_long_document_is_tokenized_whole_and_in_its_chunks(tiny_model: MACModel, tokenized: Counter[str]) -> None:
     text = " ".join(f"Event number {number} took place." for number in range(400))
     report = MACEngine(tiny_model).adapt([Document("long", text)])
     assert report.rows > 2
@@ -73,9 +71,7 @@ def test_a_long_document_is_tokenized_once_whole_and_once_in_its_chunks(
 
 
 @pytest.mark.parametrize("way", ["predict", "stream", "synthesize"])
-def test_an_answer_tokenizes_question_and_context_once_for_each_network(
-    way: str, tiny_model: MACModel, tokenized: Counter[str]
-) -> None:
+def test_an_answer_tokenizes_its_texts_once_a_network(way: str, tiny_model: MACModel, tokenized: Counter[str]) -> None:
     engine = MACEngine(tiny_model)
     engine.adapt([Document(str(number), text) for number, text in enumerate(TEXTS)])
     llm, prompts = MACLLM(engine=engine), tiny_model.base_lm.prompts

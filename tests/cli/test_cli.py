@@ -224,9 +224,7 @@ def test_an_error_ends_with_code_1_and_one_message_on_stderr(
     assert shown.err == f"error: there is no memory bank in {tmp_path}\n"
 
 
-def test_a_device_map_is_followed_by_every_command_that_loads_a_model(
-    model: str, notes: list[str], tmp_path: Path
-) -> None:
+def test_every_command_that_loads_a_model_takes_a_device_map(model: str, notes: list[str], tmp_path: Path) -> None:
     bank, folder = tmp_path / "bank", tmp_path / "texts"
     places = ("--retriever", "bm25", "--retriever-folder", folder)
     auto = ("--model", model, "--device-map", "auto")

@@ -12,9 +12,7 @@ from mac_rag.cli import main, run
 from mac_rag.cli.models import load_model
 
 
-def test_garbage_is_collected_rarely_until_the_model_is_there(
-    tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_garbage_is_collected_rarely_before_the_model(tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     usual = gc.get_threshold()
     seen = []
 

@@ -125,9 +125,7 @@ def datasets(draw: st.DrawFn) -> QADataset:
 
 @settings(max_examples=100, deadline=None)
 @given(dataset=datasets())
-def test_whatever_is_written_is_read_back_identically(
-    dataset: QADataset, tmp_path_factory: pytest.TempPathFactory
-) -> None:
+def test_what_is_written_is_read_back_identically(dataset: QADataset, tmp_path_factory: pytest.TempPathFactory) -> None:
     file = tmp_path_factory.mktemp("round-trip") / "any.csv"
     write_archivalqa(dataset, file)
     again = read_archivalqa(file, "train")

@@ -44,9 +44,7 @@ def test_a_stream_is_cut_to_its_first_documents_with_their_questions(tmp_path: P
         (("archivalqa", "test"), {}, "archivalqa needs the path of its files; give it$"),
     ],
 )
-def test_a_request_that_cannot_be_met_is_named(
-    arguments: tuple[str, ...], options: dict[str, Any], message: str
-) -> None:
+def test_impossible_requests_are_named(arguments: tuple[str, ...], options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         load_dataset(*arguments, **options)
 

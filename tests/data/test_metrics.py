@@ -85,9 +85,7 @@ RANKING = st.tuples(st.permutations(list("abcdef")), st.integers(0, 6), st.sampl
 
 
 @given(st.lists(RANKING, min_size=1), st.integers(1, 7))
-def test_ranking_metrics_are_their_definitions_for_one_relevant_document(
-    drawn: list[tuple[list[str], int, str]], k: int
-) -> None:
+def test_ranking_metrics_are_their_definitions(drawn: list[tuple[list[str], int, str]], k: int) -> None:
     retrieved, gold = [ids[:length] for ids, length, _ in drawn], [document_id for _, _, document_id in drawn]
     reciprocal, gains = 0.0, 0.0
     for ids, document_id in zip(retrieved, gold):

@@ -43,9 +43,7 @@ def test_a_small_corpus_is_the_one_that_models_were_trained_on() -> None:
 
 @settings(max_examples=10, deadline=None)
 @given(split=st.sampled_from(SPLITS), seed=st.integers(0, 2**40), questions=st.integers(1, 4), rate=st.floats(0, 1))
-def test_equal_arguments_give_equal_streams_and_other_seeds_other_ones(
-    split: str, seed: int, questions: int, rate: float
-) -> None:
+def test_a_stream_follows_from_its_arguments_and_seed(split: str, seed: int, questions: int, rate: float) -> None:
     first = generate(split, 20, seed=seed, questions_per_document=questions, update_rate=rate)
     assert generate(split, 20, seed=seed, questions_per_document=questions, update_rate=rate) == first
     other = generate(split, 20, seed=seed + 1, questions_per_document=questions, update_rate=rate)

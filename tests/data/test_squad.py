@@ -178,9 +178,7 @@ def test_another_layout_is_refused_by_article_and_paragraph(tmp_path: Path, cont
     ("context", "question", "answers"),
     [(" ", "q?", ["a"]), ("Text.", "", ["a"]), ("Text.", "q?", []), ("Text.", "q?", [" "])],
 )
-def test_a_question_without_text_or_answer_is_named(
-    tmp_path: Path, context: str, question: str, answers: list[str]
-) -> None:
+def test_an_empty_text_or_answer_is_named(tmp_path: Path, context: str, question: str, answers: list[str]) -> None:
     rows = small_rows(tmp_path, layout(("A", [("Text.", [("q?", ["a"])]), (context, [(question, answers)])])))
     with pytest.raises(DataError, match=r"small.json, row 1 \('q1'\): paragraph, question or every answer is empty"):
         select_rows(rows, SplitRange("small.json", "small", 0, 2, 2), "test", "small.json")

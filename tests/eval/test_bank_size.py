@@ -89,9 +89,7 @@ def test_rows_with_and_without_the_prior(evaluate: Evaluate) -> None:
         assert one.rows["20 documents, without prior"] == all_rows.rows["20 documents, without prior"]
 
 
-def test_a_model_without_a_prior_is_measured_without_it(
-    command: Command, model_folder: Callable[[str], Path], tmp_path: Path
-) -> None:
+def test_a_model_may_have_no_prior(command: Command, model_folder: Callable[[str], Path], tmp_path: Path) -> None:
     plain = AggregationConfig(blocks=1, heads=2, head_width=8)
     MACModel.from_config(mac_config(model_folder("llama"), aggregation=plain)).save_pretrained(tmp_path / "plain")
     arguments = ("--model", tmp_path / "plain", "--sizes", "3", "--questions", "3", "--output", "r.json")

@@ -17,9 +17,7 @@ from tests.eval.helpers import Command, Evaluate
 
 
 @pytest.mark.parametrize("experiment", ["archivalqa", "streamingqa", "squad", "qa"])
-def test_without_data_it_runs_on_the_embedded_sample(
-    command: Command, tiny_checkpoint: Path, tmp_path: Path, experiment: str
-) -> None:
+def test_newswire_is_the_default_data(command: Command, tiny_checkpoint: Path, tmp_path: Path, experiment: str) -> None:
     code, shown, progress = command(
         f"eval.{experiment}", "--model", tiny_checkpoint, "--retriever", "bm25", "--k", 2, "--documents", 9, "--seed", 4
     )

@@ -44,9 +44,7 @@ def test_shows_the_shared_rows_or_the_chosen_ones(command: Command, tmp_path: Pa
     assert "+0.0 (+0.0, +0.0)" in shown
 
 
-def test_no_figure_is_cut_by_long_names_of_rows(
-    command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_long_names_of_rows_cut_no_figure(command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     long = "first 3 rows' tokens side by side"
     a = write(tmp_path, "a.json", **{long: OURS, "right document's text": THEIRS})

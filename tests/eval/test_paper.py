@@ -51,9 +51,7 @@ class TestRun:
         assert (tmp_path / "bank_size.json").stat().st_mtime_ns == written
         assert "[2/2] bank_size: done before" in capsys.readouterr().out
 
-    def test_a_result_of_another_command_commit_or_model_does_not_count(
-        self, tiny_checkpoint: Path, tiny_model: MACModel, tmp_path: Path
-    ) -> None:
+    def test_results_of_others_do_not_count(self, tiny_checkpoint: Path, tiny_model: MACModel, tmp_path: Path) -> None:
         step, commit, prints = on(tiny_checkpoint), checkout(), AnswerDigests()
         digest = MACModel.from_pretrained(str(tiny_checkpoint)).answer_digest
         named = {"name": str(tiny_checkpoint), "answer_digest": digest}
@@ -78,9 +76,7 @@ class TestRun:
 
 
 class TestCommand:
-    def test_ends_with_the_report_and_a_failure_code(
-        self, command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_failures_are_reported(self, command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         def planned(scale: str, data: Path | None, seed: int) -> list[Step]:
             return [Step("peft", "peft", (), missing="no time"), Step("gone", "nowhere", ())]
 
@@ -95,9 +91,7 @@ class TestCommand:
         assert "peft: not run, no time" in (tmp_path / "out" / "report.html").read_text()
 
     @pytest.mark.parametrize("datasets", [DATASETS, ("streamingqa",), ()])
-    def test_a_dry_run_shows_every_step_and_how_to_train_its_models(
-        self, command: Command, tmp_path: Path, datasets: tuple[str, ...]
-    ) -> None:
+    def test_a_dry_run_shows_what_would_run(self, command: Command, tmp_path: Path, datasets: tuple[str, ...]) -> None:
         for name in datasets:
             (tmp_path / "data" / name).mkdir(parents=True)
         data = ("--data", tmp_path / "data") if datasets else ()

@@ -121,9 +121,7 @@ class TestAnswers:
             await asyncio.get_running_loop().run_in_executor(pool, turn.__exit__, None, None, None)
             assert (await answer).content == "180"
 
-    def test_doubt_takes_the_place_of_a_guess(
-        self, llm: ChatMAC, mac_tiny: MACEngine, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_doubt_replaces_a_guess(self, llm: ChatMAC, mac_tiny: MACEngine, monkeypatch: pytest.MonkeyPatch) -> None:
         even = Logistic(weights={}, bias=0.0, questions=1, data="none")
         fitted = Calibration(fingerprint=mac_tiny.model.fingerprint, modes={"memory": even})
         monkeypatch.setattr(mac_tiny.model, "calibration", fitted)

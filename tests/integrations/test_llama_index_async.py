@@ -38,9 +38,7 @@ def test_async_calls_leave_the_event_loop_free(remembering: RecordingEngine, ask
     asyncio.run(held_up())
 
 
-def test_a_crowd_of_async_calls_is_answered_in_one_pass(
-    remembering: RecordingEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_async_calls_that_wait_share_one_pass(remembering: RecordingEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also if it is larger than asyncio's own threads are many."""
     llm = MACLLM(engine=remembering, max_new_tokens=2)
     questions = [f"{QUESTION} And number {number}?" for number in range(32)]

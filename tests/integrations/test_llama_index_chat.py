@@ -60,9 +60,7 @@ def test_a_chat_reaches_the_lm_as_a_conversation_behind_the_memory(make_llm: LLM
     assert script.prompts[-1].count("<|im_end|>") == 5
 
 
-def test_the_memory_is_asked_the_question_in_the_slots_or_else_the_last_message(
-    make_llm: LLMFactory, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_memory_is_asked_the_slot_or_the_last_message(make_llm: LLMFactory, monkeypatch: pytest.MonkeyPatch) -> None:
     llm, _ = make_llm()
     asked: list[str] = []
     aggregate = llm.engine._reader.aggregate

@@ -27,9 +27,7 @@ MODES = ["compact", "refine", "tree_summarize", "simple_summarize"]
 
 
 @pytest.mark.parametrize("mode", ["compact", "tree_summarize", "simple_summarize"])
-def test_several_nodes_are_read_in_one_prompt(
-    index: VectorStoreIndex, llm: MACLLM, engine: RecordingEngine, mode: str
-) -> None:
+def test_one_prompt_has_several_nodes(index: VectorStoreIndex, llm: MACLLM, engine: RecordingEngine, mode: str) -> None:
     response = index.as_query_engine(llm=llm, similarity_top_k=3, response_mode=mode).query(QUESTION)
     ((question, contexts),) = engine.asked
     assert question == QUESTION
@@ -38,9 +36,7 @@ def test_several_nodes_are_read_in_one_prompt(
     assert "".join(contexts).split() == " ".join(texts).split()
 
 
-def test_refine_keeps_the_answer_to_the_best_node(
-    index: VectorStoreIndex, llm: MACLLM, engine: RecordingEngine
-) -> None:
+def test_refine_keeps_the_best_node_s_answer(index: VectorStoreIndex, llm: MACLLM, engine: RecordingEngine) -> None:
     expected = reference(engine, FACTS["bridge"])
     for streaming in (False, True):
         forget_warnings()
@@ -153,9 +149,7 @@ def test_the_prompt_helper_divides_long_contexts(
 
 
 @pytest.mark.parametrize("mode", ["context", "condense_plus_context", "simple"])
-def test_a_chat_asks_each_question_by_itself(
-    index: VectorStoreIndex, llm: MACLLM, engine: RecordingEngine, mode: str
-) -> None:
+def test_chats_ask_questions_alone(index: VectorStoreIndex, llm: MACLLM, engine: RecordingEngine, mode: str) -> None:
     options = {} if mode == "simple" else {"similarity_top_k": 1, "skip_condense": True}
     museum, bridge = ((), ()) if mode == "simple" else ((FACTS["museum"],), (FACTS["bridge"],))
     expected = reference(engine, *bridge)

@@ -131,9 +131,7 @@ METADATA = st.fixed_dictionaries({}, optional={"tenant": st.sampled_from(["a", "
 
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(metadata=st.lists(METADATA, min_size=1, max_size=4), filters=FILTERS)
-def test_the_bank_and_llama_indexs_own_store_agree(
-    tiny_model: MACModel, metadata: list[dict[str, Any]], filters: MetadataFilters
-) -> None:
+def test_bank_and_store_agree(tiny_model: MACModel, metadata: list[dict[str, Any]], filters: MetadataFilters) -> None:
     engine = RecordingEngine(tiny_model)
     documents = [Document(id_=f"d{i}", text="x", metadata=values) for i, values in enumerate(metadata)]
     # Split, so that nodes name the document they are of; LlamaIndex calls the source of an unsplit one "None".

@@ -73,9 +73,7 @@ SOURCES: dict[str, Callable[[Any], Any]] = {
 
 
 @pytest.mark.parametrize("name", SOURCES)
-def test_a_bank_is_filled_as_a_writer_would_have_filled_it(
-    tiny_model: MACModel, engine: RecordingEngine, collection: Any, name: str
-) -> None:
+def test_every_source_fills_a_bank(tiny_model: MACModel, engine: RecordingEngine, collection: Any, name: str) -> None:
     source = SOURCES[name](collection)
     expected = RecordingEngine(tiny_model)
     MemoryWriter(expected)(facts())
@@ -165,9 +163,7 @@ def pipeline(engine: RecordingEngine, docstore: SimpleDocumentStore, **options: 
 
 @pytest.mark.parametrize("strategy", [DocstoreStrategy.UPSERTS, DocstoreStrategy.DUPLICATES_ONLY])
 @pytest.mark.parametrize("use_async", [False, True])
-def test_a_docstore_without_its_bank_is_noticed(
-    tiny_model: MACModel, strategy: DocstoreStrategy, use_async: bool
-) -> None:
+def test_pipelines_notice_a_lost_bank(tiny_model: MACModel, strategy: DocstoreStrategy, use_async: bool) -> None:
     docstore = SimpleDocumentStore()
 
     def run(engine: RecordingEngine, documents: list[Document]) -> None:

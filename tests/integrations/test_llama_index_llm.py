@@ -122,9 +122,7 @@ def test_memory_is_used_when_there_is_some(engine: RecordingEngine) -> None:
 
 
 @pytest.mark.parametrize(("use_memory", "contexts"), [(None, None), (True, None), (True, ["Context."])])
-def test_nothing_to_answer_from_is_an_error(
-    engine: RecordingEngine, use_memory: bool | None, contexts: list[str] | None
-) -> None:
+def test_empty_banks_are_errors(engine: RecordingEngine, use_memory: bool | None, contexts: list[str] | None) -> None:
     with pytest.raises(BankError, match="the memory bank is empty"):
         MACLLM(engine=engine, use_memory=use_memory).complete(QUESTION, contexts=contexts)
 
@@ -192,9 +190,7 @@ def test_structured_output_and_tools_are_refused(remembering: RecordingEngine) -
 
 
 @pytest.mark.parametrize("option", [{"logprobs": True}, {"max_tokens": 0}, {"max_tokens": "9"}, {"tools": []}])
-def test_options_that_it_does_not_know_are_refused_by_name(
-    remembering: RecordingEngine, option: dict[str, Any]
-) -> None:
+def test_options_it_does_not_know_are_refused_by_name(remembering: RecordingEngine, option: dict[str, Any]) -> None:
     ((name, value),) = option.items()
     llm = MACLLM(engine=remembering)
     for call in (llm.complete, llm.stream_complete):

@@ -78,9 +78,7 @@ def test_the_cache_never_hides_that_the_bank_lacks_something(counting: CountingE
 
 
 @pytest.mark.parametrize("model", ["tiny_model", "other_model"])
-def test_two_banks_share_a_cache_without_collision(
-    engine: RecordingEngine, model: str, request: pytest.FixtureRequest
-) -> None:
+def test_two_banks_can_share_a_cache(engine: RecordingEngine, model: str, request: pytest.FixtureRequest) -> None:
     other = RecordingEngine(request.getfixturevalue(model))
     first, second = MemoryWriter(engine), MemoryWriter(other)
     assert first.to_dict()["fingerprint"] == engine.model.fingerprint

@@ -86,9 +86,7 @@ WAYS = [
 
 @pytest.mark.filterwarnings("ignore:a later step of refine")
 @pytest.mark.parametrize(("mode", "way"), WAYS)
-def test_the_lms_prompt_is_that_of_nodes_without_metadata(
-    engine: PromptEngine, files: list[Document], mode: str, way: str
-) -> None:
+def test_prompts_are_those_without_metadata(engine: PromptEngine, files: list[Document], mode: str, way: str) -> None:
     llm = MACLLM(engine=engine)
 
     def prompts_for(documents: list[Document]) -> list[tuple[int, ...]]:

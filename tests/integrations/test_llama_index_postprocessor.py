@@ -131,9 +131,7 @@ class TestRerank:
 
 class TestExpand:
     @pytest.mark.parametrize("kind", ["index", "docstore", "documents", "chroma"])
-    def test_what_memory_attends_to_and_the_retriever_missed_is_added(
-        self, kind: str, documents: list[Document], remembering: RecordingEngine
-    ) -> None:
+    def test_missed_nodes_are_added(self, kind: str, documents: list[Document], remembering: RecordingEngine) -> None:
         store = SimpleVectorStore()
         if kind == "chroma":
             collection = chromadb.EphemeralClient().create_collection("expand", get_or_create=True)
@@ -178,9 +176,7 @@ class TestExpand:
             expand = MACNodePostprocessor(engine, mode="expand", source=index, filters=filters)
             assert [n.metadata["of"] for n in expand.postprocess_nodes([], query_str=QUESTION)] == expected
 
-    def test_a_document_that_the_source_lacks_is_logged(
-        self, remembering: RecordingEngine, caplog: pytest.LogCaptureFixture
-    ) -> None:
+    def test_a_missing_node_is_logged(self, remembering: RecordingEngine, caplog: pytest.LogCaptureFixture) -> None:
         expand = MACNodePostprocessor(remembering, mode="expand", expand_to=1, source=SimpleDocumentStore())
         with caplog.at_level(logging.WARNING):
             assert expand.postprocess_nodes([], query_str=QUESTION) == []
@@ -247,9 +243,7 @@ def test_nodes_pass_unchanged_before_the_bank_is_filled(
     assert [scored.node.node_id for scored in first] == ["river"]
 
 
-def test_nodes_that_the_bank_lacks_altogether_are_reported_once(
-    remembering: RecordingEngine, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_nodes_the_bank_lacks_are_reported_once(remembering: RecordingEngine, caplog: pytest.LogCaptureFixture) -> None:
     rank = MACNodePostprocessor(remembering)
     with caplog.at_level(logging.WARNING):
         rank.postprocess_nodes(scored("bridge", "unknown"), query_str=QUESTION)

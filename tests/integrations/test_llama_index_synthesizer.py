@@ -50,9 +50,7 @@ def test_each_node_is_a_document_of_one_prompt(llm: MACLLM, engine: RecordingEng
     assert texts == asyncio.run(MACSynthesizer(llm).aget_response(QUESTION, list(FACTS.values()))) == expected
 
 
-def test_a_query_engine_keeps_source_nodes_and_metadata(
-    index: VectorStoreIndex, llm: MACLLM, engine: RecordingEngine
-) -> None:
+def test_query_engines_keep_nodes_and_metadata(index: VectorStoreIndex, llm: MACLLM, engine: RecordingEngine) -> None:
     queries = index.as_query_engine(llm=llm, response_synthesizer=MACSynthesizer(llm), similarity_top_k=3)
     response = queries.query(QUESTION)
     assert isinstance(response, Response)

@@ -94,9 +94,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_templates_that_ask_for_more_than_an_answer_are_refused(
-    index: VectorStoreIndex, llm: MACLLM, name: str
-) -> None:
+def test_templates_asking_for_more_than_an_answer_are_refused(index: VectorStoreIndex, llm: MACLLM, name: str) -> None:
     template = PromptTemplate(REFUSED[name])
     with pytest.raises(InstructionError, match="out of the template"):
         index.as_query_engine(llm=llm, text_qa_template=template).query(QUESTION)
@@ -178,9 +176,7 @@ def test_prompts_to_complete_are_refused(llm: MACLLM, engine: RecordingEngine, p
     assert engine.asked == []
 
 
-def test_what_comes_with_contexts_or_from_a_slot_is_a_question(
-    index: VectorStoreIndex, llm: MACLLM, engine: RecordingEngine
-) -> None:
+def test_slots_and_contexts_make_a_question(index: VectorStoreIndex, llm: MACLLM, engine: RecordingEngine) -> None:
     question = "Who opened the bridge?\n\nI mean this one: Norrland"
     llm.complete(question, contexts=[FACTS["bridge"]])
     index.as_query_engine(llm=llm, similarity_top_k=1).query(question)

@@ -68,9 +68,7 @@ def test_matrix_products_in_several_parts_leave_no_trace(monkeypatch: pytest.Mon
             assert hit.score == pytest.approx(row[int(hit.document_id[1:])], rel=1e-4, abs=1e-5)
 
 
-def test_chroma_compares_allowed_documents_as_if_there_were_no_others(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_chroma_compares_allowed_documents_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mac_rag.retrieval.chroma._IDS", 7)  # so that hidden ids would move the borders of pages
     documents = [Document(f"d{number}", f"text {number % 20}") for number in range(40)]
     allowed = {f"d{number}" for number in (*range(3, 33, 2), 4, 24)}

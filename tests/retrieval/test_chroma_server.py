@@ -100,9 +100,7 @@ def test_a_password_in_an_address_is_refused_and_not_repeated(place: str) -> Non
 
 
 @pytest.mark.parametrize("token", ["", f"{SECRET}\n", f"{SECRET}\r\nX-Admin: 1", f" {SECRET}", f"{SECRET}é"])
-def test_a_token_that_http_cannot_carry_is_refused_and_not_repeated(
-    token: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_token_http_cannot_carry_is_refused_and_not_repeated(token: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(VARIABLE, token)
     assert SECRET not in refused("http://localhost:1", f"{VARIABLE} is empty, or has line breaks")
     monkeypatch.delenv(VARIABLE)

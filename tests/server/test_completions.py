@@ -159,9 +159,7 @@ class TestOwnFields:
         response.raise_for_status()
         return response.json()
 
-    def test_doubt_takes_the_place_of_a_guess(
-        self, running: Running, engine: MACEngine, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_doubt_replaces_a_guess(self, running: Running, engine: MACEngine, monkeypatch: pytest.MonkeyPatch) -> None:
         model = running.service.model
         even = Logistic(weights={}, bias=0.0, questions=1, data="none")
         fitted = Calibration(fingerprint=model.fingerprint, modes={"memory": even})

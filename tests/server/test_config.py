@@ -39,9 +39,7 @@ def refusal(file: Path, text: str) -> str:
 
 
 @pytest.mark.parametrize(("on_line", "in_environment", "in_file"), list(product([False, True], repeat=3)))
-def test_the_command_line_counts_first_then_the_environment_then_the_file(
-    file: Path, on_line: bool, in_environment: bool, in_file: bool
-) -> None:
+def test_options_precede_variables_and_the_file(file: Path, on_line: bool, in_environment: bool, in_file: bool) -> None:
     file.write_text("port: 1\ndata: of-file\n" if in_file else "data: of-file")
     arguments = ["--port", "3"] if on_line else []
     environment = {"MAC_RAG_SERVE_PORT": "2"} if in_environment else {}

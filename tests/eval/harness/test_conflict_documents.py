@@ -67,9 +67,7 @@ def test_a_replacement_removes_the_answer_and_changes_nothing_else(text: str, an
         ("Rome fell.", ("Rome",), "Rome II", None),
     ],
 )
-def test_whole_words_are_replaced_or_the_text_is_refused(
-    text: str, answers: tuple[str, ...], wrong: str, expected: str | None
-) -> None:
+def test_whole_words_alone_are_replaced(text: str, answers: tuple[str, ...], wrong: str, expected: str | None) -> None:
     assert replaced(text, answers, wrong) == expected
 
 

@@ -68,9 +68,7 @@ def test_equal_prompts_of_two_retrievers_are_answered_once(tiny_model: MACModel)
     assert [row.model_copy(update={"name": ""}) for row in one] == [row.model_copy(update={"name": ""}) for row in two]
 
 
-def test_prompts_that_are_equal_after_truncation_are_answered_once(
-    tiny_model: MACModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_prompts_truncated_alike_are_answered_once(tiny_model: MACModel, monkeypatch: pytest.MonkeyPatch) -> None:
     prompts = tiny_model.base_lm.prompts
     longest = max(len(prompts.prompt("", [document.text])) for document in STREAM.documents)
     questions = [len(prompts.prompt(question.question)) for question in STREAM.questions]

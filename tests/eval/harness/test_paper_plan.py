@@ -126,9 +126,7 @@ def test_a_model_that_no_recipe_trains_is_refused() -> None:
         models_needed(step)
 
 
-def test_models_are_trained_once_and_after_the_lm_that_they_start_from(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_models_are_trained_once_and_after_their_lm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     paths = ["runs/gpt2-xl/train/best", "runs/gpt2-xl/tune_qa/best", "runs/gpt2-xl/train/best"]
     lm, model = models_to_train(paths)
