@@ -246,18 +246,6 @@ def close(first: Tensor, second: Tensor) -> bool:
     return torch.allclose(first, second, atol=1e-5, rtol=1e-4)
 
 
-def test_a_question_does_not_count_what_the_retriever_holds(engine: MACEngine) -> None:
-    """A server would be asked for it each time."""
-
-    class Uncounted(BM25Retriever):
-        def __len__(self) -> int:
-            raise AssertionError
-
-    engine.retriever = Uncounted()
-    engine.retriever.add(STREAM.documents)
-    assert engine.answer(QUESTIONS[:1], k=1)[0].document_ids
-
-
 def test_a_retriever_may_ask_the_engine_itself(engine: MACEngine) -> None:
     """As one of LlamaIndex does that rewrites the question with an LLM."""
 

@@ -12,7 +12,6 @@ import doctest
 import importlib
 import importlib.util
 import io
-import json
 import os
 import re
 import runpy
@@ -244,10 +243,3 @@ def test_the_tour_runs_from_top_to_bottom(tmp_path: Path) -> None:
 def printed(cell: Any) -> str:
     """What a cell of a notebook has printed."""
     return "".join(output.text for output in cell.get("outputs", ()) if output.get("name") == "stdout")
-
-
-def test_the_tour_is_small() -> None:
-    path = ROOT / "examples" / "tour.ipynb"
-    outputs = [output for cell in json.loads(path.read_text())["cells"] for output in cell.get("outputs", ())]
-    assert path.stat().st_size < 20_000
-    assert {output["name"] for output in outputs} == {"stdout"}

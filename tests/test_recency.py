@@ -23,13 +23,7 @@ from mac_rag.nn.attended_bank import AttendedBank
 from mac_rag.nn.memory_tokens import MemoryTokens
 from pipelines.corpora.qa_data import DataConfig
 from pipelines.objective import Batch, LossWeights, mac_loss
-from pipelines.tasks.fit_recency import (
-    FitRecencyConfig,
-    fit_recency,
-    prior_keys_of,
-    with_recency_term,
-    write_fitted,
-)
+from pipelines.tasks.fit_recency import FitRecencyConfig, fit_recency, prior_keys_of, with_recency_term, write_fitted
 from pipelines.tasks.train import moment
 from tests.distributed.local_shards import assert_read_alike, made, reader
 from tests.helpers import copy_of

@@ -10,14 +10,11 @@ from dataclasses import dataclass, field
 from html.parser import HTMLParser
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
-from xml.etree import ElementTree
 
 import pytest
 import yaml
 
 ROOT = Path(__file__).parents[1]
-PICTURE = ROOT / "docs" / "assets" / "how-it-works.svg"
-SVG = "{http://www.w3.org/2000/svg}"
 # Attributes by which a browser fetches something as soon as it shows the page; an `a` waits for a click.
 FETCHED = ("src", "srcset", "poster", "data", "action")
 # Pages that name files of the repository.
@@ -141,20 +138,6 @@ def test_the_reference_has_the_help_text_of_every_kind_of_command(site: Site, co
     found = [content.text for content in site.pages.values() if command in content.ids]
     assert len(found) == 1
     assert "Usage: " in found[0]
-
-
-def test_the_picture_is_described_and_fetches_nothing() -> None:
-    picture = ElementTree.parse(PICTURE).getroot()
-    for name in ("title", "desc"):
-        described = picture.find(SVG + name)
-        assert described is not None
-        assert described.text
-        assert described.text.strip()
-    assert {picture.find(SVG + name).get("id") for name in ("title", "desc")} == set(
-        picture.get("aria-labelledby").split()
-    )
-    addresses = [value for element in picture.iter() for name, value in element.items() if name.endswith("href")]
-    assert [address for address in addresses if not address.startswith("#")] == []
 
 
 @pytest.mark.parametrize("page", NAMING_FILES, ids=lambda page: page.name)

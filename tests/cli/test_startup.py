@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import sys
 from pathlib import Path
 
 import pytest
@@ -31,11 +30,3 @@ def test_garbage_is_collected_rarely_before_the_model(tiny_checkpoint: Path, mon
         gc.unfreeze()
     load_model(str(tiny_checkpoint), None, "")
     assert gc.get_freeze_count() == 0  # only a command is frozen, never somebody's process
-
-
-def test_an_error_ends_the_mode(monkeypatch: pytest.MonkeyPatch) -> None:
-    usual = gc.get_threshold()
-    monkeypatch.setattr(sys, "argv", ["mac-rag", "bank", "info", "--bank", "/nowhere"])
-    with pytest.raises(SystemExit):
-        main.main()
-    assert gc.get_threshold() == usual

@@ -43,8 +43,7 @@ def test_a_file_can_be_named_instead_of_its_folder(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("row", "column"),
-    [((" ", "q?", "a"), "text"), (("Text.", "", "a"), "question"), (("Text.", "q?", ""), "answers")],
+    ("row", "column"), [((" ", "q?", "a"), "text"), (("Text.", "", "a"), "question"), (("Text.", "q?", ""), "answers")]
 )
 def test_an_empty_cell_is_named(tmp_path: Path, row: tuple[str, str, str], column: str) -> None:
     write(tmp_path, "test", ("Text.", "q?", "a"), row)

@@ -11,14 +11,7 @@ from typing import Any
 import pytest
 from langchain_core.caches import InMemoryCache
 from langchain_core.documents import Document
-from langchain_core.messages import (
-    AIMessage,
-    AIMessageChunk,
-    BaseMessage,
-    HumanMessage,
-    SystemMessage,
-    ToolMessage,
-)
+from langchain_core.messages import AIMessage, AIMessageChunk, BaseMessage, HumanMessage, SystemMessage, ToolMessage
 from langchain_core.output_parsers import StrOutputParser
 from langchain_core.runnables import ConfigurableField, Runnable, RunnablePassthrough
 from pydantic import ValidationError
@@ -26,13 +19,7 @@ from pydantic import ValidationError
 from mac_rag import Document as MACDocument
 from mac_rag import MACEngine, MemoryBank
 from mac_rag.errors import BankError, ConfigError, DocumentError, InstructionError, MACError, PromptError
-from mac_rag.integrations.langchain import (
-    ChatMAC,
-    MACRetriever,
-    WhereMetadata,
-    create_documents_chain,
-    to_documents,
-)
+from mac_rag.integrations.langchain import ChatMAC, MACRetriever, WhereMetadata, create_documents_chain, to_documents
 from mac_rag.lm.chat import Message
 from mac_rag.lm.decoding import Sampling
 from mac_rag.model.calibration import Calibration, Logistic

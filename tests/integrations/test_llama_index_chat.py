@@ -13,11 +13,9 @@ from llama_index.core import PromptTemplate, VectorStoreIndex
 from llama_index.core.base.llms.types import ChatMessage, ImageBlock, MessageRole
 from llama_index.core.bridge.pydantic import BaseModel
 from llama_index.core.evaluation import CorrectnessEvaluator, FaithfulnessEvaluator, RelevancyEvaluator
-from llama_index.core.indices.query.query_transform import HyDEQueryTransform
 from llama_index.core.postprocessor import LLMRerank
 from llama_index.core.program import LLMTextCompletionProgram
 from llama_index.core.prompts import ChatPromptTemplate
-from llama_index.core.retrievers import QueryFusionRetriever
 from llama_index.core.schema import QueryBundle
 
 from mac_rag.config import PromptFormat
@@ -128,21 +126,6 @@ def test_a_context_beyond_the_window_is_cut_in_its_template(make_llm: LLMFactory
     model = llm.engine.model
     room = model.context_window - 150
     assert room - 20 < len(model.base_lm.prompts.texts.ids(turn)) <= room
-
-
-def test_hyde_and_query_fusion(make_llm: LLMFactory, index: VectorStoreIndex) -> None:
-    llm, script = make_llm(
-        {
-            "write a passage to answer": "Anna Berg opened the bridge.",
-            "search queries": "bridge of Norrland\nmuseum of Sola\n",
-        }
-    )
-    bundle = HyDEQueryTransform(llm=llm).run(QUESTION)
-    assert bundle.embedding_strs == ["Anna Berg opened the bridge.", QUESTION]
-    assert script.turns()[0][1].startswith("Please write a passage to answer the question")
-    fusion = QueryFusionRetriever([index.as_retriever(similarity_top_k=1)], llm=llm, num_queries=3, use_async=False)
-    assert {node.node.ref_doc_id for node in fusion.retrieve("Who?")} >= {"bridge", "museum"}
-    assert script.turns()[0][1].startswith("You are a helpful assistant that generates multiple search queries")
 
 
 def test_rerank_and_evaluators(make_llm: LLMFactory) -> None:

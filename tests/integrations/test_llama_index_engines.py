@@ -8,13 +8,11 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from llama_index.core import Settings, VectorStoreIndex, get_response_synthesizer
+from llama_index.core import VectorStoreIndex, get_response_synthesizer
 from llama_index.core.base.llms.types import ChatMessage
 from llama_index.core.base.response.schema import AsyncStreamingResponse, StreamingResponse
-from llama_index.core.llms import MockLLM
 from llama_index.core.memory import Memory
 from llama_index.core.query_engine import RetrieverQueryEngine
-from llama_index.core.response_synthesizers import ResponseMode
 
 from mac_rag.errors import FingerprintError
 from mac_rag.integrations.llama_index import MACLLM, MACNodePostprocessor, MACSynthesizer
@@ -182,33 +180,6 @@ def test_long_chats_do_not_eat_the_window(index: VectorStoreIndex, llm: MACLLM) 
         memory.put(ChatMessage(role="assistant", content=answer))
         tokens.append(sum(memory._estimate_token_count(message) for message in memory.get()))
     assert max(tokens) > 0.6 * memory.token_limit
-
-
-def outcome(run: Any) -> Any:
-    """What a query gives: kind of response and source nodes, or the error."""
-    try:
-        response = run()
-        if hasattr(response, "response_gen"):
-            assert "".join(response.response_gen)
-        return type(response).__name__, [node.node_id for node in response.source_nodes]
-    except (ValueError, NotImplementedError) as error:
-        return type(error).__name__, str(error)
-
-
-@pytest.mark.filterwarnings("ignore:a later step of refine")
-@pytest.mark.parametrize("mode", list(ResponseMode))
-@pytest.mark.parametrize("streaming", [False, True])
-def test_response_modes_are_those_of_any_llm(
-    index: VectorStoreIndex, llm: MACLLM, monkeypatch: pytest.MonkeyPatch, mode: ResponseMode, streaming: bool
-) -> None:
-    def ask(which: Any) -> list[Any]:
-        monkeypatch.setattr(Settings, "_llm", which)  # some modes resolve it, whatever they are given
-        queries = index.as_query_engine(llm=which, response_mode=mode, streaming=streaming, similarity_top_k=2)
-        return [outcome(lambda: queries.query(QUESTION))] + (
-            [] if streaming else [outcome(lambda: asyncio.run(queries.aquery(QUESTION)))]
-        )
-
-    assert ask(llm) == ask(MockLLM(max_tokens=4))
 
 
 # -- in a crowd --

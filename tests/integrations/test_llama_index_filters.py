@@ -21,12 +21,7 @@ from llama_index.core.vector_stores.types import (
 
 from mac_rag.engine import MACEngine
 from mac_rag.errors import BankError, ConfigError
-from mac_rag.integrations.llama_index import (
-    MACLLM,
-    FilteredDocuments,
-    MACNodePostprocessor,
-    MemoryWriter,
-)
+from mac_rag.integrations.llama_index import MACLLM, FilteredDocuments, MACNodePostprocessor, MemoryWriter
 from mac_rag.model import MACModel
 from tests.integrations.helpers import FACTS, QUESTION, HashEmbedding, RecordingEngine
 

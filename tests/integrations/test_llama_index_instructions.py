@@ -24,12 +24,7 @@ from llama_index.core.evaluation import (
     PairwiseComparisonEvaluator,
     RelevancyEvaluator,
 )
-from llama_index.core.extractors import (
-    KeywordExtractor,
-    QuestionsAnsweredExtractor,
-    SummaryExtractor,
-    TitleExtractor,
-)
+from llama_index.core.extractors import KeywordExtractor, QuestionsAnsweredExtractor, SummaryExtractor, TitleExtractor
 from llama_index.core.indices.query.query_transform import HyDEQueryTransform, StepDecomposeQueryTransform
 from llama_index.core.memory import FactExtractionMemoryBlock
 from llama_index.core.postprocessor import LLMRerank

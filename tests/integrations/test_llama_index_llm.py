@@ -324,12 +324,7 @@ def test_predict_fires_what_other_llms_fire(remembering: RecordingEngine, event_
     llm = MACLLM(engine=remembering, callback_manager=CallbackManager([debug]))
     answer = llm.predict(TEMPLATE, query_str=QUESTION, context_str="Context.")
     sync = event_log.names()
-    assert sync == [
-        "LLMPredictStartEvent",
-        "LLMCompletionStartEvent",
-        "LLMCompletionEndEvent",
-        "LLMPredictEndEvent",
-    ]
+    assert sync == ["LLMPredictStartEvent", "LLMCompletionStartEvent", "LLMCompletionEndEvent", "LLMPredictEndEvent"]
     assert event_log.events[-1].output == answer
     assert event_log.events[1].prompt == QUESTION
     assert event_log.events[1].model_dict["model_name"] == llm.model

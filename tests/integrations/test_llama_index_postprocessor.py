@@ -83,11 +83,7 @@ class TestRerank:
         weight=st.sampled_from([0.0, 0.3, 0.5, 1.0]),
     )
     def test_scores_are_fused_ranks(
-        self,
-        remembering: RecordingEngine,
-        found: list[tuple[str, float | None]],
-        top_n: int | None,
-        weight: float,
+        self, remembering: RecordingEngine, found: list[tuple[str, float | None]], top_n: int | None, weight: float
     ) -> None:
         nodes = [
             NodeWithScore(node=TextNode(id_=name, text=name, metadata={"place": place}), score=score)
@@ -137,9 +133,7 @@ class TestExpand:
             collection = chromadb.EphemeralClient().create_collection("expand", get_or_create=True)
             store = ChromaVectorStore(chroma_collection=collection)
         index = VectorStoreIndex.from_documents(
-            documents,
-            embed_model=HashEmbedding(),
-            storage_context=StorageContext.from_defaults(vector_store=store),
+            documents, embed_model=HashEmbedding(), storage_context=StorageContext.from_defaults(vector_store=store)
         )
         whole = SimpleDocumentStore()  # as an ingestion pipeline keeps it
         whole.add_documents(documents)

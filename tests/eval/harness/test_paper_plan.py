@@ -75,9 +75,7 @@ def test_a_folder_without_any_data_set_is_refused(tmp_path: Path) -> None:
 PATHS = [
     "runs/gpt2-xl/train/best",
     "runs/gpt2-xl/train-squad/best",
-    "runs/gpt2-xl/tune_qa/best",
     "runs/llama2-7b/train-joint/best",
-    "runs/llama2-7b/train-joint-archivalqa/best",
     "runs/llama2-7b/tune_qa-joint-archivalqa/best",
 ]
 

@@ -34,18 +34,8 @@ QUESTION = Question("q1", "Who opened the harbour of Lünd?", ("Ada Voss", "Voss
 VERDICT = Verdict(prediction="Ada", em=0.0, f1=2 / 3, em_prefix=0.0, retrieved=("d1", "d2"), truncated=False)
 SAMPLE = Sample.of(QUESTION, {"MAC": VERDICT})
 HASH = "d4493cf344f50bcb902f87fa03c53b9a3de649dba7c1031206f3de99b877d78b"  # of the sample of both, as row MAC
-ROW = Row(
-    name="MAC",
-    k=None,
-    documents=7,
-    questions=3,
-    em=1 / 3,
-    f1=0.5,
-    em_prefix=2 / 3,
-    recall_at_k=None,
-    truncated=1,
-    seconds=2.0,
-)
+FIGURES = {"em": 1 / 3, "f1": 0.5, "em_prefix": 2 / 3}
+ROW = Row(name="MAC", documents=7, questions=3, truncated=1, seconds=2.0, **FIGURES)
 
 
 def result(**changes: Any) -> Result:
@@ -147,23 +137,18 @@ class TestFile:
             written.read_samples(path)
 
 
-class TestPath:
-    def test_default(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.chdir(tmp_path)
-        path = result_path(None, "squad")
-        assert path.parent == Path("results")
-        assert path.name.startswith("squad-")
-        assert path.parent.is_dir()
-
-    def test_makes_folders(self, tmp_path: Path) -> None:
-        assert result_path(tmp_path / "a" / "b" / "r.json", "squad").parent.is_dir()
-
-    def test_refuses_what_cannot_be_a_file(self, tmp_path: Path) -> None:
-        with pytest.raises(ConfigError, match="is a folder"):
-            result_path(tmp_path, "squad")
-        (tmp_path / "file").touch()
-        with pytest.raises(ConfigError, match="cannot be written"):
-            result_path(tmp_path / "file" / "r.json", "squad")
+def test_the_path_of_a_result_has_its_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    path = result_path(None, "squad")
+    assert path.parent == Path("results")
+    assert path.name.startswith("squad-")
+    for each in (path, result_path(tmp_path / "a" / "b" / "r.json", "squad")):
+        assert each.parent.is_dir()
+    with pytest.raises(ConfigError, match="is a folder"):
+        result_path(tmp_path, "squad")
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match="cannot be written"):
+        result_path(tmp_path / "file" / "r.json", "squad")
 
 
 class TestCommit:
