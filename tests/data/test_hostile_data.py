@@ -46,8 +46,13 @@ def refused(path: Path, content: bytes | str, message: str) -> None:
         (b'{"id": "1", "id": "2", "text": ""}', "row 2: 'id' comes twice"),
         (b'{"id": "1", "text": "\0"}', "is not a text in UTF-8: line 2 has a NUL"),
         (b'{"id": "1", "text": "\xff"}', "row 2 is not a text in UTF-8: see byte 21"),
+        (b'{"id": "2", "text": ', r"row 2: not JSON \(Expecting value, column 21\)"),
+        (b'["2", "text"]', "row 2: not a JSON object but list"),
+        (b'{"id": "2", "body": "x"}', "row 2: no 'text'; it has 'id', 'body'"),
+        (b'{"id": 2, "text": "x"}', "row 2: 'id' must be a text, got 2"),
+        (b"{}", "row 2: no 'id'; it has no keys"),
     ],
-    ids="long deep many nan digits twice nul bytes".split(),
+    ids="long deep many nan digits twice nul bytes cut list fields number keys".split(),
 )
 def test_rows_of_json_lines(tmp_path: Path, row: bytes, message: str) -> None:
     refused(tmp_path / "rows.jsonl", b'{"id": "0", "text": "fine"}\n' + row + b"\n", message)

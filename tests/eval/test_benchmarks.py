@@ -134,7 +134,11 @@ def test_weekly_news_is_asked_as_of_the_day_of_each_question(evaluate: Evaluate,
 @pytest.mark.parametrize(
     ("experiment", "arguments", "message"),
     [
-        ("qa", ("--columns", "question=q"), "'question=q' names columns of data of your own; give them with --data"),
+        (
+            "qa",
+            ("--columns", "question=q"),
+            "--columns 'question=q' names columns of data of your own; give them with --data",
+        ),
         ("timeqa", (), "eval.timeqa needs --data, a folder with the files of Time-Sensitive QA; they are in dataset/"),
         ("archivalqa", ("--data", "nowhere"), "nowhere"),
         ("streamingqa", ("--data", "."), "test.csv: missing column 'question'"),
@@ -143,7 +147,11 @@ def test_weekly_news_is_asked_as_of_the_day_of_each_question(evaluate: Evaluate,
         ("archivalqa", ("--retriever", "bm25,google"), "unknown retriever 'google'"),
         ("archivalqa", ("--k", "0,5"), "--k must be at least 1"),
         *(
-            ("archivalqa", ("--memory-weight", given), f"at most 1, separated by commas, got '{given}'")
+            (
+                "archivalqa",
+                ("--memory-weight", given),
+                f"numbers above 0 and at most 1, separated by commas, got '{given}'",
+            )
             for given in ("0", "0.5,2", "half", "nan")
         ),
         ("archivalqa", ("--output", "."), "is a folder"),
