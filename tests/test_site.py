@@ -6,13 +6,14 @@ import os
 import re
 import subprocess
 import sys
-from dataclasses import dataclass, field
-from html.parser import HTMLParser
+from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 import pytest
 import yaml
+
+from tests.helpers import Elements
 
 ROOT = Path(__file__).parents[1]
 # Attributes by which a browser fetches something as soon as it shows the page; an `a` waits for a click.
@@ -25,35 +26,24 @@ NAMING_FILES = [
 SOURCE_PATH = re.compile(r"`((?:mac_rag|pipelines|eval|benchmarks|tests|examples|docs)/[\w./-]*)`")
 
 
-@dataclass
-class Page(HTMLParser):
+class Page(Elements):
     """What one page holds.
 
     Attributes:
+        source: the page.
         fetched: addresses that a browser fetches with the page.
         links: addresses of its links.
         ids: places that a link can lead to.
     """
 
-    text: str
-    fetched: list[str] = field(default_factory=list)
-    links: list[str] = field(default_factory=list)
-    ids: set[str] = field(default_factory=set)
-
-    def __post_init__(self) -> None:
-        super().__init__()
-        self.feed(self.text)
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        for name, value in attrs:
-            if name in ("id", "name") and value:
-                self.ids.add(value)
-            elif name in FETCHED and value:
-                self.fetched.append(value)
-            elif name in ("href", "xlink:href") and value is not None:
-                (self.links if tag == "a" else self.fetched).append(value)
-            elif name == "style" and value and "url(" in value:
-                self.fetched += re.findall(r"url\(['\"]?([^'\")]+)", value)
+    def __init__(self, source: str) -> None:
+        super().__init__(source)
+        self.source = source
+        self.ids = set(self.values("id", "name"))
+        leading = [(tag, attrs[name]) for tag, attrs in self.found for name in ("href", "xlink:href") if name in attrs]
+        self.links = [address for tag, address in leading if tag == "a"]
+        self.fetched = [address for tag, address in leading if tag != "a"] + [a for a in self.values(*FETCHED) if a]
+        self.fetched += re.findall(r"url\(['\"]?([^'\")]+)", " ".join(self.values("style")))
 
 
 @dataclass(frozen=True)
@@ -103,7 +93,7 @@ def test_no_page_fetches_anything_from_elsewhere(site: Site) -> None:
 
 def test_no_style_sheet_fetches_anything_from_elsewhere(site: Site) -> None:
     sheets = [path.read_text() for path in site.folder.rglob("*.css")]
-    sheets += [style for page in site.pages.values() for style in re.findall(r"(?s)<style.*?</style>", page.text)]
+    sheets += [style for page in site.pages.values() for style in re.findall(r"(?s)<style.*?</style>", page.source)]
     addresses = [address for text in sheets for address in re.findall(r"url\(\s*['\"]?([^'\")\s]+)", text)]
     imports = [address for text in sheets for address in re.findall(r"@import\s+['\"]([^'\"]+)", text)]
     assert [address for address in [*addresses, *imports] if is_external(address)] == []
@@ -112,7 +102,7 @@ def test_no_style_sheet_fetches_anything_from_elsewhere(site: Site) -> None:
 def test_no_page_makes_the_theme_load_a_script_from_elsewhere(site: Site) -> None:
     """The theme's own script loads Mermaid and MathJax over the network for elements of these classes."""
     assert [
-        page.name for page, content in site.pages.items() if re.search(r'class="(mermaid|arithmatex)', content.text)
+        page.name for page, content in site.pages.items() if re.search(r'class="(mermaid|arithmatex)', content.source)
     ] == []
 
 
@@ -135,7 +125,7 @@ def test_every_internal_link_leads_to_a_page_and_a_place_in_it(site: Site) -> No
 
 @pytest.mark.parametrize("command", ["mac-rag-bank-compact", "pipelines-train", "eval-squad", "benchmarks-throughput"])
 def test_the_reference_has_the_help_text_of_every_kind_of_command(site: Site, command: str) -> None:
-    found = [content.text for content in site.pages.values() if command in content.ids]
+    found = [content.source for content in site.pages.values() if command in content.ids]
     assert len(found) == 1
     assert "Usage: " in found[0]
 

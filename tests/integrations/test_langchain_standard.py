@@ -59,18 +59,24 @@ class TestUnits(Declared, ChatModelUnitTests):
         self.engine = mac_tiny
 
 
-class TestAnswers(Declared, ChatModelIntegrationTests):
-    @pytest.fixture(autouse=True, params=["mac_tiny", "chatting"])
-    def _take(self, request: pytest.FixtureRequest) -> None:
-        self.engine = request.getfixturevalue(request.param)
+class TestAnswersOfMacTiny(Declared, ChatModelIntegrationTests):
+    @pytest.fixture(autouse=True)
+    def _take(self, mac_tiny: MACEngine) -> None:
+        self.engine = mac_tiny
 
+    @pytest.mark.xfail(
+        reason="mac-tiny reads questions, and refuses system messages, because it would ignore them",
+        raises=InstructionError,
+        strict=True,
+    )
     def test_double_messages_conversation(self, model: BaseChatModel) -> None:
-        """mac-tiny reads questions, and refuses system messages, because it would ignore them."""
-        if self.engine.model.config.prompt.chat:
-            super().test_double_messages_conversation(model)
-        else:
-            with pytest.raises(InstructionError):
-                super().test_double_messages_conversation(model)
+        super().test_double_messages_conversation(model)
+
+
+class TestAnswersOfAChatCheckpoint(Declared, ChatModelIntegrationTests):
+    @pytest.fixture(autouse=True)
+    def _take(self, chatting: MACEngine) -> None:
+        self.engine = chatting
 
 
 class TestRetriever(RetrieversIntegrationTests):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
@@ -19,36 +18,9 @@ from eval.report.summary import checked
 from eval.report.tables import published
 from tests.eval.helpers import COMMIT, Command, result, scored
 from tests.eval.report.helpers import every_result
+from tests.helpers import Elements
 
-VOID = {"meta", "br", "img"}
-
-
-class Page(HTMLParser):
-    """Checks that elements are closed in the order they were opened, and gathers ids, links and counts."""
-
-    def __init__(self, text: str) -> None:
-        super().__init__()
-        self.open: list[str] = []
-        self.ids: list[str] = []
-        self.links: list[str] = []
-        self.counts: Counter[str] = Counter()
-        self.feed(text)
-        assert not self.open
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.counts[tag] += 1
-        self.ids += [value or "" for name, value in attrs if name == "id"]
-        self.links += [value or "" for name, value in attrs if name in ("href", "src", "xlink:href")]
-        if tag not in VOID:
-            self.open.append(tag)
-
-    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.handle_starttag(tag, attrs)
-        if tag not in VOID:
-            self.open.pop()
-
-    def handle_endtag(self, tag: str) -> None:
-        assert self.open.pop() == tag
+LINKS = ("href", "src", "xlink:href")
 
 
 @pytest.fixture(scope="module")
@@ -65,16 +37,17 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
 
 class TestPage:
     def test_is_self_contained(self, made: tuple[Path, str]) -> None:
-        parsed = Page(made[1])
-        assert parsed.counts["script"] == parsed.counts["link"] == parsed.counts["img"] == 0
-        assert all(link.startswith(("#", "data:image/png;base64,")) for link in parsed.links)
+        parsed = Elements(made[1])
+        assert parsed.misplaced == []
+        assert not {tag for tag, _ in parsed.found} & {"script", "link", "img"}
+        assert all(link.startswith(("#", "data:image/png;base64,")) for link in parsed.values(*LINKS))
         assert re.findall(r"url\((?!#)", made[1]) == []
         assert "@import" not in made[1]
 
     def test_ids_are_unique_and_links_have_targets(self, made: tuple[Path, str]) -> None:
-        parsed = Page(made[1])
-        assert [name for name, count in Counter(parsed.ids).items() if count > 1] == []
-        assert {link[1:] for link in parsed.links if link.startswith("#")} <= set(parsed.ids)
+        parsed = Elements(made[1])
+        assert [name for name, count in Counter(parsed.values("id")).items() if count > 1] == []
+        assert {link[1:] for link in parsed.values(*LINKS) if link.startswith("#")} <= set(parsed.values("id"))
 
     def test_shows_every_experiment_and_draws_it(self, made: tuple[Path, str]) -> None:
         folder, text = made
