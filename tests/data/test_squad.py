@@ -138,21 +138,20 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
         read_squad(tmp_path, "test")
 
 
+PACKED = gzip.compress(json.dumps(SMALL).encode())
+
+
 @pytest.mark.parametrize(
-    "content",
-    [b"", b"{", b"[1]", b'{"version": "2"}', b"\xff\xfe\x00", b"[" * 100_000],
-    ids=["empty", "cut", "list", "no data", "no text", "deep"],
+    ("content", "ending"),
+    [
+        *((content, "") for content in (b"", b"{", b"[1]", b'{"version": "2"}', b"\xff\xfe\x00", b"[" * 100_000)),
+        *((content, ".gz") for content in (PACKED[:40], PACKED[10:])),
+    ],
+    ids=["empty", "cut", "list", "no data", "no text", "deep", "packed and cut", "without a header"],
 )
-def test_what_is_not_squad_is_refused(tmp_path: Path, content: bytes) -> None:
-    (tmp_path / "dev-v1.1.json").write_bytes(content)
-    with pytest.raises(DataError, match=r"dev-v1.1.json is not a SQuAD file"):
-        read_squad(tmp_path, "test")
-
-
-@pytest.mark.parametrize("damage", [slice(0, 40), slice(10, None)])
-def test_a_damaged_gzip_file_is_refused(tmp_path: Path, damage: slice) -> None:
-    (tmp_path / "dev-v1.1.json.gz").write_bytes(gzip.compress(json.dumps(SMALL).encode())[damage])
-    with pytest.raises(DataError, match=r"dev-v1.1.json.gz is not a SQuAD file"):
+def test_what_is_not_squad_is_refused(tmp_path: Path, content: bytes, ending: str) -> None:
+    (tmp_path / f"dev-v1.1.json{ending}").write_bytes(content)
+    with pytest.raises(DataError, match=f"dev-v1.1.json{ending} is not a SQuAD file"):
         read_squad(tmp_path, "test")
 
 

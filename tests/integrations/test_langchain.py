@@ -219,23 +219,6 @@ class TestQuestions:
         assert llm.invoke(messages).content == "180"
         assert "does not read the earlier messages" in caplog.text
 
-    @pytest.mark.parametrize(
-        ("messages", "error", "named"),
-        [
-            ([SystemMessage("Be brief."), HumanMessage(WORKERS)], InstructionError, "system message"),
-            ([HumanMessage(f"Context: a storm\n\nQuestion: {WORKERS}\nAnswer:")], InstructionError, "contexts="),
-            ([HumanMessage(WORKERS), ToolMessage("180", tool_call_id="1")], InstructionError, "result of a tool"),
-            ([HumanMessage([{"type": "image_url", "image_url": {"url": "a.png"}}])], MACError, "image_url"),
-            ([AIMessage("180")], MACError, "last user message, but the chat has none"),
-            ([HumanMessage(" ")], DocumentError, "empty"),
-        ],
-    )
-    def test_what_it_cannot_read_is_refused(
-        self, llm: ChatMAC, messages: list[BaseMessage], error: type[Exception], named: str
-    ) -> None:
-        with pytest.raises(error, match=named):
-            llm.invoke(messages)
-
     def test_text_in_parts_is_text(self, llm: ChatMAC) -> None:
         assert llm.invoke([HumanMessage([{"type": "text", "text": WORKERS}])]).content == "180"
 
@@ -272,19 +255,36 @@ class TestConversations:
         assert message.content == expected.text
         assert message.usage_metadata["input_tokens"] == len(fitted.ids)
 
-    @pytest.mark.parametrize(
-        ("messages", "error", "named"),
-        [
-            ([HumanMessage("Who?"), AIMessage("Ada.")], PromptError, "end with a message of the user"),
-            ([], PromptError, "nobody"),
-            ([HumanMessage("Who?"), ToolMessage("Ada", tool_call_id="1")], MACError, "'tool'"),
-        ],
-    )
-    def test_what_no_template_writes_is_refused(
-        self, chatting: MACEngine, messages: list[BaseMessage], error: type[Exception], named: str
-    ) -> None:
-        with pytest.raises(error, match=named):
-            ChatMAC(engine=chatting).invoke(messages)
+
+@pytest.mark.parametrize(
+    ("engine", "messages", "error", "named"),
+    [
+        ("mac_tiny", [SystemMessage("Be brief."), HumanMessage(WORKERS)], InstructionError, "system message"),
+        (
+            "mac_tiny",
+            [HumanMessage(f"Context: a storm\n\nQuestion: {WORKERS}\nAnswer:")],
+            InstructionError,
+            "contexts=",
+        ),
+        (
+            "mac_tiny",
+            [HumanMessage(WORKERS), ToolMessage("180", tool_call_id="1")],
+            InstructionError,
+            "result of a tool",
+        ),
+        ("mac_tiny", [HumanMessage([{"type": "image_url", "image_url": {"url": "a.png"}}])], MACError, "image_url"),
+        ("mac_tiny", [AIMessage("180")], MACError, "last user message, but the chat has none"),
+        ("mac_tiny", [HumanMessage(" ")], DocumentError, "empty"),
+        ("chatting", [HumanMessage("Who?"), AIMessage("Ada.")], PromptError, "end with a message of the user"),
+        ("chatting", [], PromptError, "nobody"),
+        ("chatting", [HumanMessage("Who?"), ToolMessage("Ada", tool_call_id="1")], MACError, "'tool'"),
+    ],
+)
+def test_messages_that_cannot_be_read_are_refused(
+    request: pytest.FixtureRequest, engine: str, messages: list[BaseMessage], error: type[Exception], named: str
+) -> None:
+    with pytest.raises(error, match=named):
+        ChatMAC(engine=request.getfixturevalue(engine)).invoke(messages)
 
 
 class TestRetriever:
