@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import subprocess
 from dataclasses import replace
 from pathlib import Path
@@ -173,34 +174,31 @@ class TestCommit:
         assert provenance("squad")["git"] == Commit(commit=commit, dirty=True)
 
 
-def test_table_shows_percentages(capsys: pytest.CaptureFixture[str]) -> None:
+def cells(shown: str) -> list[list[str]]:
+    """The words of each line of a table, its header first."""
+    lines = (re.sub("[│┃%]", " ", line).split() for line in shown.splitlines() if "┃" in line or "│" in line)
+    return list(lines)
+
+
+def test_a_table_shows_percentages_and_any_measures(capsys: pytest.CaptureFixture[str]) -> None:
     show([ROW], title="squad")
     assert "recall" not in capsys.readouterr().out
     show([ROW, ROW.model_copy(update={"name": "BM25", "k": 5, "recall_at_k": 0.875})], title="squad")
-    shown = capsys.readouterr().out
-    mac, bm25 = (line.strip("│ ").split() for line in shown.splitlines() if "MAC" in line or "BM25" in line)
-    assert [cell for cell in mac if cell != "│"] == ["MAC", "33.3", "50.0", "66.7", "-", "1", "1.5"]
-    assert [cell for cell in bm25 if cell != "│"] == ["BM25", "33.3", "50.0", "66.7", "87.5", "1", "1.5"]
-
-
-def test_table_shows_any_measures(capsys: pytest.CaptureFixture[str]) -> None:
+    _, mac, bm25 = cells(capsys.readouterr().out)
+    assert mac == ["MAC", "33.3", "50.0", "66.7", "-", "1", "1.5"]
+    assert bm25 == ["BM25", "33.3", "50.0", "66.7", "87.5", "1", "1.5"]
     rows = [Row(name="p0", measures={"peak_mb": 1234.5}), Row(name="p1", measures={"seconds": 0.25}, f1=0.5)]
     show(rows, title="dropout")
-    shown = capsys.readouterr().out
-    header, first, second = (line.strip("│┃ ").split() for line in shown.splitlines() if "┃" in line or "│" in line)
-    assert [cell for cell in header if cell not in "┃%"] == ["F1", "peak_mb", "seconds"]
-    assert [cell for cell in first if cell != "│"] == ["p0", "-", "1,234", "-"]
-    assert [cell for cell in second if cell != "│"] == ["p1", "50.0", "-", "0.25"]
+    expected = [["F1", "peak_mb", "seconds"], ["p0", "-", "1,234", "-"], ["p1", "50.0", "-", "0.25"]]
+    assert cells(capsys.readouterr().out) == expected
 
 
 def test_a_second_table_has_the_figures_that_are_behind_the_first(capsys: pytest.CaptureFixture[str]) -> None:
-    rows = [ROW.model_copy(update={"substring": 0.5}), ROW.model_copy(update={"name": "BM25", "mrr_at_k": 0.125})]
-    show_further(rows)
-    shown = capsys.readouterr().out
-    header, first, second = (line.strip("│┃ ").split() for line in shown.splitlines() if "┃" in line or "│" in line)
-    assert [cell for cell in header if cell not in "┃%"] == ["substring", "MRR@k"]
-    assert [cell for cell in first if cell != "│"] == ["MAC", "50.0", "-"]
-    assert [cell for cell in second if cell != "│"] == ["BM25", "-", "12.5"]
+    show_further(
+        [ROW.model_copy(update={"substring": 0.5}), ROW.model_copy(update={"name": "BM25", "mrr_at_k": 0.125})]
+    )
+    expected = [["substring", "MRR@k"], ["MAC", "50.0", "-"], ["BM25", "-", "12.5"]]
+    assert cells(capsys.readouterr().out) == expected
     show_further([ROW])
     assert capsys.readouterr().out == ""
 
