@@ -15,33 +15,16 @@ import pytest
 from llama_index.core import Document, KeywordTableIndex, PromptTemplate, Settings, TreeIndex, VectorStoreIndex
 from llama_index.core.agent.workflow import CodeActAgent, ReActAgent
 from llama_index.core.base.llms.types import ChatMessage
-from llama_index.core.evaluation import (
-    AnswerRelevancyEvaluator,
-    ContextRelevancyEvaluator,
-    CorrectnessEvaluator,
-    FaithfulnessEvaluator,
-    GuidelineEvaluator,
-    PairwiseComparisonEvaluator,
-    RelevancyEvaluator,
-)
-from llama_index.core.extractors import KeywordExtractor, QuestionsAnsweredExtractor, SummaryExtractor, TitleExtractor
-from llama_index.core.indices.query.query_transform import HyDEQueryTransform, StepDecomposeQueryTransform
+from llama_index.core.evaluation import CorrectnessEvaluator, FaithfulnessEvaluator, RelevancyEvaluator
+from llama_index.core.extractors import TitleExtractor
+from llama_index.core.indices.query.query_transform import HyDEQueryTransform
 from llama_index.core.memory import FactExtractionMemoryBlock
 from llama_index.core.postprocessor import LLMRerank
-from llama_index.core.postprocessor.node import AutoPrevNextNodePostprocessor
 from llama_index.core.postprocessor.pii import PIINodePostprocessor
 from llama_index.core.postprocessor.rankGPT_rerank import RankGPTRerank
 from llama_index.core.program import LLMTextCompletionProgram
 from llama_index.core.prompts import BasePromptTemplate, ChatPromptTemplate, PromptType, RichPromptTemplate
-from llama_index.core.query_engine import (
-    CitationQueryEngine,
-    FLAREInstructQueryEngine,
-    MultiStepQueryEngine,
-    RetryQueryEngine,
-    RouterQueryEngine,
-    SubQuestionQueryEngine,
-)
-from llama_index.core.question_gen import LLMQuestionGenerator
+from llama_index.core.query_engine import CitationQueryEngine, RouterQueryEngine
 from llama_index.core.retrievers import QueryFusionRetriever
 from llama_index.core.schema import TextNode
 from llama_index.core.selectors import LLMSingleSelector
@@ -81,11 +64,6 @@ def router(index: VectorStoreIndex, llm: MACLLM) -> RouterQueryEngine:
     return RouterQueryEngine.from_defaults(tools(index, llm), llm=llm, selector=LLMSingleSelector.from_defaults(llm))
 
 
-def sub_questions(index: VectorStoreIndex, llm: MACLLM) -> SubQuestionQueryEngine:
-    generator = LLMQuestionGenerator.from_defaults(llm=llm)
-    return SubQuestionQueryEngine.from_defaults(tools(index, llm), question_gen=generator, llm=llm, use_async=False)
-
-
 def program(llm: MACLLM) -> LLMTextCompletionProgram[Person]:
     return LLMTextCompletionProgram.from_defaults(output_cls=Person, prompt_template_str="Name {who}.", llm=llm)
 
@@ -110,50 +88,20 @@ async def remember(llm: MACLLM) -> None:
     await FactExtractionMemoryBlock(name="facts", llm=llm).aput([ChatMessage(role="user", content="I live in Sola.")])
 
 
-JUDGED = {
-    "query": QUESTION,
-    "response": "Anna Berg",
-    "contexts": [FACTS["bridge"]],
-    "reference": "Anna Berg",
-    "second_response": "Peter Holm",
-}
-EVALUATORS = [
-    FaithfulnessEvaluator,
-    RelevancyEvaluator,
-    ContextRelevancyEvaluator,
-    AnswerRelevancyEvaluator,
-    CorrectnessEvaluator,
-    GuidelineEvaluator,
-    PairwiseComparisonEvaluator,
-]
-EXTRACTORS = [TitleExtractor, KeywordExtractor, QuestionsAnsweredExtractor, SummaryExtractor]
-
+JUDGED = {"query": QUESTION, "response": "Anna Berg", "contexts": [FACTS["bridge"]], "reference": "Anna Berg"}
+EVALUATORS = [FaithfulnessEvaluator, RelevancyEvaluator, CorrectnessEvaluator]
 NEEDS_INSTRUCTIONS: dict[str, Case] = {
     "HyDE": lambda index, llm: HyDEQueryTransform(llm=llm).run(QUESTION),
     "router": lambda index, llm: router(index, llm).query(QUESTION),
     "router, async": lambda index, llm: asyncio.run(router(index, llm).aquery(QUESTION)),
-    "sub-questions": lambda index, llm: sub_questions(index, llm).query(QUESTION),
-    "multi-step": lambda index, llm: MultiStepQueryEngine(
-        index.as_query_engine(llm=llm), StepDecomposeQueryTransform(llm=llm)
-    ).query(QUESTION),
     "citations": lambda index, llm: CitationQueryEngine.from_args(index, llm=llm).query(QUESTION),
-    "FLARE": lambda index, llm: FLAREInstructQueryEngine(index.as_query_engine(llm=llm), llm=llm).query(QUESTION),
-    "retry": lambda index, llm: RetryQueryEngine(index.as_query_engine(llm=llm), RelevancyEvaluator(llm=llm)).query(
-        QUESTION
-    ),
     "LLMRerank": lambda index, llm: LLMRerank(llm=llm).postprocess_nodes(scored(*FACTS), query_str=QUESTION),
     "RankGPT": lambda index, llm: RankGPTRerank(llm=llm).postprocess_nodes(scored(*FACTS), query_str=QUESTION),
-    "previous or next": lambda index, llm: AutoPrevNextNodePostprocessor(
-        docstore=index.docstore, llm=llm
-    ).postprocess_nodes(scored(*FACTS), query_str=QUESTION),
     "PII": lambda index, llm: PIINodePostprocessor(llm=llm).postprocess_nodes(scored(*FACTS)),
     "fusion": lambda index, llm: fusion(index, llm, use_async=False).retrieve(QUESTION),
     "fusion, async": lambda index, llm: asyncio.run(fusion(index, llm).aretrieve(QUESTION)),
     **{each.__name__: lambda index, llm, each=each: each(llm=llm).evaluate(**JUDGED) for each in EVALUATORS},
-    **{
-        each.__name__: lambda index, llm, each=each: each(llm=llm).extract([TextNode(text=FACTS["bridge"])])
-        for each in EXTRACTORS
-    },
+    "TitleExtractor": lambda index, llm: TitleExtractor(llm=llm).extract([TextNode(text=FACTS["bridge"])]),
     "program": lambda index, llm: program(llm)(who="the engineer"),
     "program, streaming": lambda index, llm: list(program(llm).stream_call(who="the engineer")),
     "ReActAgent": lambda index, llm: asyncio.run(agent(ReActAgent(tools=[double], llm=llm))),
