@@ -1,4 +1,4 @@
-"""Answers against the size of the bank: which bank each question meets, and the prior switched off and on again."""
+"""Answers against the size of the bank and the way of aggregation: which bank each question meets, and its rows."""
 
 from __future__ import annotations
 
@@ -100,3 +100,43 @@ def test_a_model_may_have_no_prior(command: Command, model_folder: Callable[[str
     code, shown, _ = command("eval.bank_size", *arguments, "--prior", "off")
     assert code == 0
     assert "3 documents, without prior" in shown
+
+
+SIZES = ("--documents", 16, "--questions", 6, "--batch-size", 4)
+
+
+def test_hierarchical(evaluate: Evaluate, tiny_checkpoint: Path) -> None:
+    result, rows, samples, _ = evaluate("aggregation", "hierarchical", *SIZES, "--subgroups", "2,8")
+    assert list(rows) == ["full", "streaming", "hierarchical, M = 2", "hierarchical, M = 8"]
+    assert rows["hierarchical, M = 8"].settings == {"method": "hierarchical", "entries": 16, "M": 8}
+    full = rows["full"]
+    assert full.measures["memory_kept"] == 100
+    for row in rows.values():
+        kept = row.measures["memory_kept"]
+        assert abs(kept - 100 * row.measures["peak_mb"] / full.measures["peak_mb"]) < 1e-9
+    assert len(samples) == 6
+    assert all(sample.rows["streaming"] == sample.rows["full"] for sample in samples)
+    assert result.config["model"] == str(tiny_checkpoint)
+
+
+def test_subgroups_of_one_are_refused(command: Command) -> None:
+    code, _, errors = command("eval.aggregation", "hierarchical", "--subgroups", "1,4")
+    assert code == 1
+    assert "--subgroups must be at least 2" in errors
+
+
+def test_reduction(evaluate: Evaluate) -> None:
+    rows = evaluate("aggregation", "reduction", *SIZES).rows
+    assert next(iter(rows)) == "whole bank"
+    assert len(rows) == 1 + 3 * 3
+    for share, entries in ((75, 12), (50, 8), (25, 4)):
+        row = rows[f"nearest averaging, {share} %"]
+        assert row.settings == {"method": "nearest averaging", "entries": entries}
+        assert row.measures["bank_mb"] * 16 == pytest.approx(rows["whole bank"].measures["bank_mb"] * entries)
+
+
+def test_the_papers_scale_needs_data(command: Command) -> None:
+    for names in (("eval.aggregation", "hierarchical"), ("eval.aggregation", "reduction"), ("eval.cross_attention",)):
+        code, _, errors = command(*names, "--scale", "paper")
+        assert code == 1
+        assert "give one with --data" in errors
