@@ -1,4 +1,4 @@
-"""What answers rest on: whether the sources of right answers are the right ones, and maps of attention."""
+"""What an answer tells of itself: whether its sources are the right ones, maps of attention, and its confidence."""
 
 from __future__ import annotations
 
@@ -7,18 +7,22 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from eval.cross_attention import attention_map, distracting
 from eval.harness.protocol import some_questions
 from eval.report.collect import collect
 from eval.report.page import page
 from eval.sources import Named, control_rows, named_of
+from eval.unanswerable import auroc, expected_calibration_error, risk_at_coverage
 from mac_rag.data.newswire.generate import generate
 from mac_rag.data.types import Source
 from mac_rag.model import MACModel
 from mac_rag.retrieval.bm25 import BM25Retriever
 from mac_rag.sources import highlights
 from tests.eval.helpers import Command, Evaluate
+from tests.pipelines.helpers import command as pipeline
 
 
 def test_controls_are_their_definitions() -> None:
@@ -108,3 +112,44 @@ def test_the_map_is_written_beside_its_summary(evaluate: Evaluate, command: Comm
     code, _, errors = command("eval.cross_attention", *options)
     assert code == 1
     assert "the map has 6 documents, but the stream has only 5" in errors
+
+
+ANSWERS = st.lists(st.tuples(st.sampled_from([0.0, 0.1, 0.25, 0.5, 0.75, 1.0]), st.booleans()), min_size=1, max_size=30)
+
+
+@given(ANSWERS)
+def test_metrics_are_their_definitions(answers: list[tuple[float, bool]]) -> None:
+    scores, right = [score for score, _ in answers], [is_right for _, is_right in answers]
+    ours = [score for score, is_right in answers if is_right]
+    theirs = [score for score, is_right in answers if not is_right]
+    if ours and theirs:
+        wins = sum((a > b) + 0.5 * (a == b) for a in ours for b in theirs)
+        assert auroc(scores, right) == pytest.approx(wins / len(ours) / len(theirs))
+    error = 0.0
+    for number in range(10):
+        bin_ = [(s, r) for s, r in answers if min(int(s * 10), 9) == number]
+        if bin_:
+            gap = abs(sum(s for s, _ in bin_) / len(bin_) - sum(r for _, r in bin_) / len(bin_))
+            error += gap * len(bin_) / len(answers)
+    assert expected_calibration_error(scores, right) == pytest.approx(error)
+    assert risk_at_coverage(scores, right, 1.0) == pytest.approx(right.count(False) / len(right))
+    assert 0 <= risk_at_coverage(scores, right, 0.5) <= 1
+
+
+def test_a_fit_and_its_measurement_are_two_commands(evaluate: Evaluate, command: Command, tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    MACModel.from_pretrained("mac-tiny").save_pretrained(folder)
+    options = ("--documents", "50", "--questions", "50")
+    code, _, told = command("eval.unanswerable", "--model", str(folder), *options)
+    assert code == 1
+    assert "python -m pipelines.calibrate" in told
+    fitted = pipeline("pipelines.calibrate", "--model", str(folder), "--data", "newswire", *options)
+    assert fitted.exit_code == 0, fitted.output
+    assert "fitted on 50 answers" in fitted.output
+    result, rows, samples, _ = evaluate("unanswerable", *options, model=folder)
+    first = result.rows[0]
+    assert first.name == "memory: confidence"
+    assert first.measures["auroc"] > 0.8
+    assert first.measures["risk_at_100"] <= 1 - (first.em or 0)
+    assert set(rows) >= {"memory: prior alone", "memory: log_probability alone"}
+    assert len(samples) == 50

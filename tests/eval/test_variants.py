@@ -1,18 +1,25 @@
-"""Variants of MAC: grafts and the stories that they train on, the rows of eval.variants, and recipes for the paper."""
+"""Experiments that train: variants of MAC with their grafts and recipes, the memory of a training step, perplexity."""
 
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
-from eval.dropout_memory import TABLE
+from eval.dropout_memory import TABLE, first_batch, memory_rows, step_memory
 from eval.harness.variants import Training, evaluate, grafted, stories
+from eval.perplexity import BEGINNING, TRAINING_DOCUMENTS, continuations, cut, language_recipe, perplexity
 from eval.variants import DESIGNS, KINDS, PRECISIONS, tiny_designs
 from mac_rag.config import EncoderConfig, ModulationConfig
+from mac_rag.data.archivalqa import write_archivalqa
+from mac_rag.data.newswire.generate import generate
+from mac_rag.data.types import Document, QADataset
 from mac_rag.engine import MACEngine
 from mac_rag.errors import ConfigError
 from mac_rag.lm.loading import INT8_LM, load_backbone
@@ -144,3 +151,106 @@ def test_the_papers_scale_needs_a_preset_and_data() -> None:
         Training("mac-tiny", "data/squad", Path("variants"), 0, None, "paper")
     with pytest.raises(ConfigError, match="give one with --data"):
         Training("gpt2-xl", None, Path("variants"), 0, None, "paper")
+
+
+TRAINING = generate("train", 8, questions_per_document=2)
+
+
+def test_memory_falls_with_p_and_grows_with_k(tiny_model: MACModel) -> None:
+    rows = {row.name: row.measures for row in memory_rows(tiny_model, TRAINING, [4, 8], 0)}
+    peaks = {name: row["peak_mb"] for name, row in rows.items()}
+    for count in (4, 8):
+        by_p = [peaks[f"K = {count}, p = {share}"] for share in (0.0, 0.5, 0.75)]
+        assert by_p == sorted(by_p, reverse=True)
+        assert by_p[0] > 1.2 * by_p[-1]
+    assert peaks["K = 8, p = 0.0"] > peaks["K = 4, p = 0.0"]
+    # Of four documents, one under gradients is both p = 0.75 and the least there is.
+    assert peaks["K = 4, p = min"] == peaks["K = 4, p = 0.75"]
+
+
+def test_a_measured_step_leaves_the_model_as_it_was(tiny_model: MACModel) -> None:
+    weights = {name: parameter.clone() for name, parameter in tiny_model.named_parameters()}
+    assert step_memory(tiny_model, first_batch(tiny_model, TRAINING, 2), 0.0, 0) > 0
+    assert not tiny_model.training
+    assert all(parameter.grad is None for parameter in tiny_model.parameters())
+    assert all(torch.equal(parameter, weights[name]) for name, parameter in tiny_model.named_parameters())
+
+
+def test_a_batch_has_a_question_on_each_document(tiny_model: MACModel) -> None:
+    batch = first_batch(tiny_model, TRAINING, 5)
+    assert batch.documents == [document.text for document in TRAINING.documents[:5]]
+    assert batch.questions == [question.question for question in TRAINING.questions[0:10:2]]
+    with pytest.raises(ConfigError, match="K is 9, but the stream has only 8 documents"):
+        first_batch(tiny_model, TRAINING, 9)
+
+
+@pytest.mark.slow
+def test_the_table_of_answers_can_be_left_out(evaluate: Evaluate, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("eval.dropout_memory.TABLE", {"tiny": {"No backprop.": (2, 1, 0.0), "MAC": (4, 2, 0.75)}})
+    small = ("--steps", 1, "--documents", 4, "--k", 2)
+    rows = evaluate("dropout_memory", *small).result.rows
+    assert [row.name for row in rows[:2]] == ["No backprop.", "MAC"]
+    assert [(row.settings["K"], row.settings["p"]) for row in rows[:2]] == [(2, 0.0), (4, 0.75)]
+    assert all(row.f1 is not None for row in rows[:2])
+    assert len(rows) == 2 + 5
+    result = evaluate("dropout_memory", *small, "--no-trainings").result
+    assert (len(result.rows), result.samples) == (5, None)
+    assert "the table of answers by p" in result.not_run
+
+
+NEWS = generate("test", 6)
+
+
+def test_a_document_is_cut_after_its_first_tenth(tiny_model: MACModel) -> None:
+    prompts = tiny_model.base_lm.prompts
+    for text in (NEWS.documents[0].text, "Two words", "Rain"):
+        beginning, rest = cut(prompts, text)
+        assert beginning
+        assert rest
+        assert beginning + rest == prompts.tokenizer(text, add_special_tokens=False).input_ids
+    beginning, rest = cut(prompts, NEWS.documents[0].text)
+    assert len(beginning) == round(BEGINNING * (len(beginning) + len(rest)))
+
+
+@pytest.mark.parametrize("memory", [True, False])
+def test_perplexity_equals_a_plain_loop(tiny_model: MACModel, memory: bool) -> None:
+    lm, prompts = tiny_model.base_lm, tiny_model.base_lm.prompts
+    bank = tiny_model.amortize([document.text for document in NEWS.documents[:3]]) if memory else None
+    total, tokens = 0.0, 0
+    for document in NEWS.documents:
+        beginning, rest = cut(prompts, document.text)
+        start = [*prompts.start, *beginning]
+        modulation = None
+        with torch.no_grad():
+            if bank is not None:
+                phi = tiny_model.aggregate([prompts.tokenizer.decode(beginning)], bank)
+                modulation = tiny_model.modulation(phi)
+            total += float(lm.answer_loss([start], [rest], modulation))
+        tokens += len(rest)
+    assert perplexity(tiny_model, NEWS.documents, bank, 4) == pytest.approx(math.exp(total / tokens), rel=1e-4)
+
+
+@given(st.lists(st.text("ab ", min_size=1).filter(str.strip), min_size=1, max_size=5))
+def test_continuations_keep_every_word(texts: list[str]) -> None:
+    documents = tuple(Document(str(i), text) for i, text in enumerate(texts))
+    made = continuations(QADataset("set", "train", documents, ()))
+    assert [document.text for document in made.documents] == [text for text in texts if len(text.split()) > 1]
+    for document, question in zip(made.documents, made.questions, strict=True):
+        assert f"{question.question} {question.answers[0]}".split() == document.text.split()
+
+
+def test_each_system_has_a_perplexity(evaluate: Evaluate, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(TRAINING_DOCUMENTS, "tiny", 40)
+    rows = evaluate("perplexity", "--steps", 1, "--documents", 4, "--baselines", "uniform").rows
+    assert list(rows) == ["LM alone", "MAC, trained on questions", "MAC", "Uniform"]
+    for row in rows.values():
+        assert min(row.measures[f"perplexity_{which}"] for which in ("adapted", "unseen")) > 1
+
+
+def test_the_papers_recipe_loads(tmp_path: Path) -> None:
+    for split in ("train", "val"):
+        write_archivalqa(generate(split, 4), tmp_path / "archivalqa" / f"{split}.csv")
+    training = Training("gpt2-large", str(tmp_path / "archivalqa"), tmp_path / "variants", 0, None, "paper")
+    recipe = language_recipe(training, 1_000_000)
+    assert recipe.model.prompt.question == "{question}"
+    assert len(recipe.data.training_set().documents) == 4
