@@ -8,6 +8,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -181,7 +182,7 @@ def test_the_hubs_table_holds_the_same_rows(tmp_path: Path) -> None:
 
     rows = small_rows(tmp_path)
     answers = ({"text": list(row.answers), "answer_start": [0] * len(row.answers)} for row in rows)
-    table = Dataset.from_list([{**row._asdict(), "answers": each} for row, each in zip(rows, answers)])
+    table = Dataset.from_list([{**asdict(row), "answers": each} for row, each in zip(rows, answers)])
     assert list(read_hub_rows(table)) == rows
 
 
