@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.serving import Load, Memory, Questions, main, quantile
+from benchmarks.serving import Load, Questions, main
 from mac_rag.model import MACModel
 from tests.server.helpers import serving
 
@@ -27,21 +27,6 @@ def test_the_load_run_finds_what_is_lost(tmp_path: Path) -> None:
         assert load.lost() == {"gone", "back"}
         running.service.catalog.get("load").forget(["back"])
         assert load.lost() == {"gone"}
-
-
-def test_memory_tells_what_is_held_at_rest() -> None:
-    sizes = [100, 500, 210, 400, 220]
-    memory = Memory(SimpleNamespace(resident=lambda: sizes[-1]))  # type: ignore[arg-type]
-    for size in list(sizes):
-        memory._seen.append(size)
-        sizes.append(size)
-        if size in (210, 220):
-            memory.rests()
-    assert memory.described() == "100 MiB at the beginning, 500 at most; at rest 210, 220"
-
-
-def test_quantiles() -> None:
-    assert [quantile([4.0, 1.0, 3.0, 2.0], q) for q in (0.0, 0.5, 0.99)] == [1.0, 3.0, 4.0]
 
 
 @pytest.mark.slow

@@ -1,9 +1,9 @@
-"""ChatMAC and MACRetriever beside the engine, which is the oracle, and in chains."""
+"""ChatMAC and MACRetriever beside the engine, which is the oracle, in chains, and in LangChain's own suites."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from operator import itemgetter
 from typing import Any
@@ -11,9 +11,13 @@ from typing import Any
 import pytest
 from langchain_core.caches import InMemoryCache
 from langchain_core.documents import Document
+from langchain_core.language_models import BaseChatModel
 from langchain_core.messages import AIMessage, AIMessageChunk, BaseMessage, HumanMessage, SystemMessage, ToolMessage
 from langchain_core.output_parsers import StrOutputParser
+from langchain_core.retrievers import BaseRetriever
 from langchain_core.runnables import ConfigurableField, Runnable, RunnablePassthrough
+from langchain_tests.integration_tests import ChatModelIntegrationTests, RetrieversIntegrationTests
+from langchain_tests.unit_tests import ChatModelUnitTests
 from pydantic import ValidationError
 
 from mac_rag import Document as MACDocument
@@ -365,3 +369,97 @@ class TestChains:
         [expected] = llm.engine.answer([WORKERS], contexts=[texts], overflow="truncate")
         assert (message.content, message.response_metadata["mac_truncated"]) == (expected.text, True)
         assert "exceed the LM's window" in caplog.text
+
+
+@pytest.fixture
+def benchmark() -> Callable[[Callable[[], None]], None]:
+    """Runs what the suite measures elsewhere."""
+    return lambda run: run()
+
+
+@pytest.fixture
+def snapshot() -> None:
+    """Nothing of ours is serialized."""
+
+
+@pytest.fixture
+def vcr() -> None:
+    """Nothing of ours is recorded."""
+
+
+class Declared:
+    """What ChatMAC can do, for LangChain's own suites.
+
+    Tests of tools, structured output, images and the like skip themselves, because ChatMAC declares none of them.
+    """
+
+    engine: MACEngine
+
+    @property
+    def chat_model_class(self) -> type[BaseChatModel]:
+        return ChatMAC
+
+    @property
+    def chat_model_params(self) -> dict[str, Any]:
+        return {"engine": self.engine}
+
+    @property
+    def supports_model_override(self) -> bool:
+        return False
+
+
+class TestStandardUnits(Declared, ChatModelUnitTests):
+    @pytest.fixture(autouse=True)
+    def _take(self, mac_tiny: MACEngine) -> None:
+        self.engine = mac_tiny
+
+
+class TestStandardAnswers(Declared, ChatModelIntegrationTests):
+    @pytest.fixture(autouse=True)
+    def _take(self, mac_tiny: MACEngine) -> None:
+        self.engine = mac_tiny
+
+    @pytest.mark.xfail(
+        reason="mac-tiny reads questions, and refuses system messages, because it would ignore them",
+        raises=InstructionError,
+        strict=True,
+    )
+    def test_double_messages_conversation(self, model: BaseChatModel) -> None:
+        super().test_double_messages_conversation(model)
+
+
+class TestStandardConversations(Declared, ChatModelIntegrationTests):
+    @pytest.fixture(autouse=True)
+    def _take(self, chatting: MACEngine) -> None:
+        self.engine = chatting
+
+
+class TestStandardRetriever(RetrieversIntegrationTests):
+    engine: MACEngine
+
+    @pytest.fixture(autouse=True)
+    def _take(self, mac_tiny: MACEngine) -> None:
+        self.engine = mac_tiny
+
+    @property
+    def retriever_constructor(self) -> type[BaseRetriever]:
+        return MACRetriever
+
+    @property
+    def retriever_constructor_params(self) -> dict[str, Any]:
+        return {"engine": self.engine}
+
+    @property
+    def retriever_query_example(self) -> str:
+        return "Where did the storm hit?"
+
+
+def test_nothing_is_declared_that_the_suites_would_have_to_try(mac_tiny: MACEngine) -> None:
+    """What is skipped is what LangChain's own interface says to be missing."""
+    llm = ChatMAC(engine=mac_tiny)
+    with pytest.raises(NotImplementedError):
+        llm.bind_tools([])
+    with pytest.raises(NotImplementedError):
+        llm.with_structured_output({"title": "Answer", "type": "object", "properties": {}})
+    assert llm.profile is not None
+    assert llm.profile["tool_calling"] is llm.profile["structured_output"] is False
