@@ -18,7 +18,6 @@ from llama_index.core.program import LLMTextCompletionProgram
 from llama_index.core.prompts import ChatPromptTemplate
 from llama_index.core.schema import QueryBundle
 
-from mac_rag.config import PromptFormat
 from mac_rag.data.types import Document
 from mac_rag.errors import BankError, ConfigError, MACError, PromptError
 from mac_rag.integrations.llama_index import MACLLM, MACSynthesizer
@@ -250,15 +249,3 @@ def test_what_is_no_conversation_is_an_error(make_llm: LLMFactory) -> None:
         llm.chat([ChatMessage(blocks=[ImageBlock(url="http://localhost/x.png")])])
     with pytest.raises(PromptError, match="is from assistant; end the conversation with a message from the user"):
         llm.chat([ChatMessage(content="Who?"), ChatMessage(role="assistant", content="Me.")])
-
-
-def test_the_formats_own_system_message_stands_where_there_is_none(chat_checkpoint: Path) -> None:
-    model = MACModel.from_pretrained(chat_checkpoint, device="cpu")
-    script = Script(model, {})
-    prompts = model.base_lm.prompts
-    object.__setattr__(prompts, "format", PromptFormat(chat=True, system="Answer in a few words."))
-    llm = MACLLM(model)
-    llm.complete("Who?")
-    assert script.turns() == [("system", "Answer in a few words."), ("user", "Who?")]
-    llm.chat([ChatMessage(role="system", content="Sing."), ChatMessage(content="Who?"), ChatMessage(content="When?")])
-    assert script.turns() == [("system", "Sing."), ("user", "Who?\n\nWhen?")]
