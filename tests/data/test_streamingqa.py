@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from mac_rag.data import load_dataset
 from mac_rag.data.streamingqa import SPLITS, read_streamingqa
 from mac_rag.errors import DataError
 
@@ -39,7 +40,7 @@ def test_the_shortest_answer_comes_first_and_the_others_are_kept_once(tmp_path: 
 
 def test_a_file_can_be_named_instead_of_its_folder(tmp_path: Path) -> None:
     write(tmp_path, "test", ("Text.", "q?", "a"))
-    assert read_streamingqa(tmp_path / "test.csv", "test") == read_streamingqa(tmp_path, "test")
+    assert read_streamingqa(tmp_path / "test.csv", "test") == load_dataset("streamingqa", "test", tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -128,6 +129,15 @@ def test_long_messages_are_kept_and_asked(engine: MACEngine) -> None:
     long = " ".join(ANNA * 60)
     put(block, [long, *ANNA], None)
     assert get(block, long).split("\n")[0] == f"user: {long}"
+
+
+def test_a_bank_on_disk_remembers(tiny_model: MACModel, tmp_path: Path) -> None:
+    with MemoryBank.create(tmp_path / "bank", tiny_model.fingerprint, keep_texts=True) as bank:
+        put(MACMemoryBlock(MACEngine(tiny_model, bank)), ANNA, "anna")
+    with MemoryBank.open(tmp_path / "bank", write=True) as bank:
+        assert get(MACMemoryBlock(MACEngine(tiny_model, bank)), session="anna").split("\n") == [
+            f"user: {text}" for text in ANNA
+        ]
 
 
 def test_a_bank_without_texts_is_refused(tiny_model: MACModel) -> None:
