@@ -30,11 +30,6 @@ def test_a_stream_is_cut_to_its_first_documents_with_their_questions(tmp_path: P
     assert load_dataset("archivalqa", "val", tmp_path, documents=99).documents == written.documents
 
 
-def test_streamingqa_is_read_from_its_folder(tmp_path: Path) -> None:
-    (tmp_path / "qa_val.csv").write_text("text,question,answers\nText.,q?,a\n")
-    assert load_dataset("streamingqa", "qa_val", str(tmp_path)).name == "streamingqa"
-
-
 @pytest.mark.parametrize(
     ("arguments", "options", "message"),
     [
@@ -46,9 +41,7 @@ def test_streamingqa_is_read_from_its_folder(tmp_path: Path) -> None:
         (("archivalqa", "test"), {}, "archivalqa needs the path of its files; give it$"),
     ],
 )
-def test_a_request_that_cannot_be_met_is_named(
-    arguments: tuple[str, ...], options: dict[str, Any], message: str
-) -> None:
+def test_impossible_requests_are_named(arguments: tuple[str, ...], options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         load_dataset(*arguments, **options)
 

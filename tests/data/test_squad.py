@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -24,27 +25,16 @@ WHOLE = SplitRange("small.json", 0, 4, 4)
 
 def layout(*articles: tuple[str, list[tuple[str, list[tuple[str, list[str]]]]]]) -> dict[str, Any]:
     """The official layout of (title, [(paragraph, [(question, answers)])])."""
-    number = iter(range(1_000_000))
-    data = [
-        {
-            "title": title,
-            "paragraphs": [
-                {
-                    "context": context,
-                    "qas": [
-                        {
-                            "id": f"q{next(number)}",
-                            "question": question,
-                            "answers": [{"text": answer, "answer_start": 0} for answer in answers],
-                        }
-                        for question, answers in questions
-                    ],
-                }
-                for context, questions in paragraphs
-            ],
-        }
-        for title, paragraphs in articles
-    ]
+    number = itertools.count()
+
+    def question(text: str, answers: list[str]) -> dict[str, Any]:
+        spans = [{"text": answer, "answer_start": 0} for answer in answers]
+        return {"id": f"q{next(number)}", "question": text, "answers": spans}
+
+    def paragraph(text: str, questions: list[tuple[str, list[str]]]) -> dict[str, Any]:
+        return {"context": text, "qas": [question(*each) for each in questions]}
+
+    data = [{"title": title, "paragraphs": [paragraph(*each) for each in some]} for title, some in articles]
     return {"version": "1.1", "data": data}
 
 
@@ -74,11 +64,7 @@ def test_paragraphs_are_documents_in_article_order(tmp_path: Path) -> None:
         ("q2", "q2?", ".._etc-000"),
         ("q3", "q3?", ".._etc-000"),
     ]
-
-
-def test_the_shortest_answer_comes_first_and_the_others_are_kept_once(tmp_path: Path) -> None:
-    dataset = select_rows(small_rows(tmp_path), WHOLE, "test", "small.json")
-    assert dataset.questions[0].answers == ("b", "the b", "c")
+    assert dataset.questions[0].answers == ("b", "the b", "c")  # the shortest first, each once
 
 
 def test_titles_that_differ_only_in_signs_keep_their_documents_apart() -> None:
@@ -111,15 +97,6 @@ def full_size(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture(scope="module")
-def full_size_rows() -> dict[str, list[SquadRow]]:
-    """The rows of the files of `full_size`."""
-    return {
-        name: [SquadRow("Title", f"Text {n // 10 * 10}.", f"{n}", f"q{n}?", ("a",)) for n in range(size)]
-        for name, size in (("train-v1.1.json", 87_599), ("dev-v1.1.json", 10_570))
-    }
-
-
 @pytest.mark.parametrize(
     ("split", "file", "first", "count"),
     [
@@ -130,10 +107,10 @@ def full_size_rows() -> dict[str, list[SquadRow]]:
         ("test", "dev-v1.1.json", 0, 10_570),
     ],
 )
-def test_the_splits_are_the_papers(
-    full_size_rows: dict[str, list[SquadRow]], split: str, file: str, first: int, count: int
-) -> None:
-    dataset = select_rows(full_size_rows[file], PARTS[split], split, file)
+def test_the_splits_are_the_papers(split: str, file: str, first: int, count: int) -> None:
+    size = {"train-v1.1.json": 87_599, "dev-v1.1.json": 10_570}[file]
+    rows = (SquadRow("Title", f"Text {n // 10 * 10}.", f"{n}", f"q{n}?", ("a",)) for n in range(size))
+    dataset = select_rows(list(rows), PARTS[split], split, file)
     assert (dataset.name, dataset.split, len(dataset.questions)) == ("squad", split, count)
     assert dataset.questions[0].question == f"q{first}?"
     assert dataset.questions[-1].question == f"q{first + count - 1}?"
@@ -156,21 +133,20 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
         read_squad(tmp_path, "test")
 
 
+PACKED = gzip.compress(json.dumps(SMALL).encode())
+
+
 @pytest.mark.parametrize(
-    "content",
-    [b"", b"{", b"[1]", b'{"version": "2"}', b"\xff\xfe\x00", b"[" * 100_000],
-    ids=["empty", "cut", "list", "no data", "no text", "deep"],
+    ("content", "ending"),
+    [
+        *((content, "") for content in (b"", b"{", b"[1]", b'{"version": "2"}', b"\xff\xfe\x00", b"[" * 100_000)),
+        *((content, ".gz") for content in (PACKED[:40], PACKED[10:])),
+    ],
+    ids=["empty", "cut", "list", "no data", "no text", "deep", "packed and cut", "without a header"],
 )
-def test_what_is_not_squad_is_refused(tmp_path: Path, content: bytes) -> None:
-    (tmp_path / "dev-v1.1.json").write_bytes(content)
-    with pytest.raises(DataError, match=r"dev-v1.1.json is not a SQuAD file"):
-        read_squad(tmp_path, "test")
-
-
-@pytest.mark.parametrize("damage", [slice(0, 40), slice(10, None)])
-def test_a_damaged_gzip_file_is_refused(tmp_path: Path, damage: slice) -> None:
-    (tmp_path / "dev-v1.1.json.gz").write_bytes(gzip.compress(json.dumps(SMALL).encode())[damage])
-    with pytest.raises(DataError, match=r"dev-v1.1.json.gz is not a SQuAD file"):
+def test_what_is_not_squad_is_refused(tmp_path: Path, content: bytes, ending: str) -> None:
+    (tmp_path / f"dev-v1.1.json{ending}").write_bytes(content)
+    with pytest.raises(DataError, match=f"dev-v1.1.json{ending} is not a SQuAD file"):
         read_squad(tmp_path, "test")
 
 
@@ -196,9 +172,7 @@ def test_another_layout_is_refused_by_article_and_paragraph(tmp_path: Path, cont
     ("context", "question", "answers"),
     [(" ", "q?", ["a"]), ("Text.", "", ["a"]), ("Text.", "q?", []), ("Text.", "q?", [" "])],
 )
-def test_a_question_without_text_or_answer_is_named(
-    tmp_path: Path, context: str, question: str, answers: list[str]
-) -> None:
+def test_an_empty_text_or_answer_is_named(tmp_path: Path, context: str, question: str, answers: list[str]) -> None:
     rows = small_rows(tmp_path, layout(("A", [("Text.", [("q?", ["a"])]), (context, [(question, answers)])])))
     with pytest.raises(DataError, match=r"small.json, row 1 \('q1'\): paragraph, question or every answer is empty"):
         select_rows(rows, SplitRange("small.json", 0, 2, 2), "test", "small.json")

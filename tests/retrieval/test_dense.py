@@ -98,12 +98,6 @@ class TestFiles:
         assert encoder.encoded == []
         assert len(again) == 40
 
-    def test_an_empty_one_comes_back(self, tmp_path: Path) -> None:
-        DenseRetriever(WordEncoder()).save(tmp_path)
-        again = DenseRetriever.load(tmp_path, WordEncoder())
-        again.add(documents("storm"))
-        assert len(again.retrieve(["storm"], 3)[0]) == 1
-
     def test_another_encoder_is_refused(self, tmp_path: Path) -> None:
         DenseRetriever(WordEncoder("one")).save(tmp_path)
         with pytest.raises(FingerprintError, match="made by the encoder 'one', not by 'two'"):
