@@ -32,23 +32,18 @@ def sink_of(model: MACModel) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
-def test_the_sink_takes_a_position_and_no_weights(model_folder: Folder, name: str) -> None:
+def test_the_sink_takes_a_position_and_no_weights(model_folder: Folder, tmp_path: Path, name: str) -> None:
+    """A checkpoint computes it anew."""
     plain, model = (build(model_folder(name), sink) for sink in (False, True))
     assert plain.context_window == model.context_window + 1 == 1024 - 4
     assert model.mac_state().keys() == plain.mac_state().keys()
     assert model.fingerprint != plain.fingerprint  # the same weights read memory tokens in another way
     phi = model.aggregate(QUESTIONS, model.amortize(TEXTS))
     assert not torch.allclose(loss(plain, phi), loss(model, phi))
-
-
-@pytest.mark.parametrize("name", ["llama", "gpt2"])
-def test_a_checkpoint_computes_the_sink_anew(model_folder: Folder, tmp_path: Path, name: str) -> None:
-    model = build(model_folder(name), True)
     again = reloaded(model, tmp_path / "mac")
     with safe_open(tmp_path / "mac" / WEIGHTS, "pt") as stored:
         assert set(stored.keys()) == model.mac_state().keys()
     assert again.fingerprint == model.fingerprint
-    phi = model.aggregate(QUESTIONS, model.amortize(TEXTS))
     torch.testing.assert_close(*(loss(m, phi) for m in (model, again)))
     for contexts in (None, [TEXTS[:1], TEXTS[:1]]):
         options: dict[str, Any] = {"modulation": phi, "memory_weight": 0.5}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,8 +13,8 @@ from mac_rag.errors import DataError, DocumentError
 from mac_rag.lm.prompt import PromptEncoder
 from mac_rag.model import MACModel
 from pipelines.corpora.long_documents import divided, within_limits, within_sequences
-from pipelines.corpora.qa_data import DataConfig
 from pipelines.tasks.train import TrainTask
+from pipelines.tasks.train_config import TrainConfig
 from tests.helpers import Folder
 from tests.pipelines.test_pipelines import train_recipe
 
@@ -107,23 +109,17 @@ def test_a_document_fits_into_a_sequence_with_its_questions(loaded_tiny_model: M
     assert within_sequences(data_set(text, *questions), encoder, 4_000).documents[0].text == text
 
 
-def test_training_on_long_documents_starts_and_validates(model_folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_training_on_long_documents_starts_and_validates(model_folder: Folder, tmp_path: Path) -> None:
     """They failed in the batch that drew them, and in every validation."""
-    kept = DataConfig.training_set, DataConfig.validation_set
-
-    def longer(data: QADataset) -> QADataset:
-        return QADataset(
-            data.name,
-            data.split,
-            tuple(Document(each.id, f"{each.text} " * 12, each.metadata) for each in data.documents),
-            data.questions,
-        )
-
-    monkeypatch.setattr(DataConfig, "training_set", lambda self, **_: longer(kept[0](self)))
-    monkeypatch.setattr(DataConfig, "validation_set", lambda self, **_: longer(kept[1](self)))
-    recipe: dict[str, Any] = train_recipe(model_folder).model_dump(mode="json")
+    rows = [
+        {"document": f"Rain fell on town {i}. " * 60, "question": f"What fell on town {i}?", "answers": "Rain"}
+        for i in range(9)
+    ]
+    (tmp_path / "mine.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    source = {"name": "own", "path": str(tmp_path / "mine.jsonl"), "train": "all", "val": "all"}
+    recipe: dict[str, Any] = train_recipe(model_folder, data=source).model_dump(mode="json")
     recipe["model"]["max_document_tokens"] = 256
-    task = TrainTask(type(train_recipe(model_folder)).parse(recipe, "test"))
+    task = TrainTask(TrainConfig.parse(recipe, "test"))
     batch = task.batch(0, 0, 3)
     assert len(task(batch)) > 1
     assert task.validate()["loss"] > 0

@@ -200,17 +200,13 @@ def test_in_one_group_all_lengths_share_a_batch() -> None:
     [
         ({"without_memory": 0.1}, "without_memory is 0.1, but with trainer.parallel: fsdp"),
         ({"group_by_title": 2, "backprop_dropout": 0.5}, "group_by_title is 2, .* set one of them"),
+        ({"trainer": {"offload": True}}, "offload is true, but parallel is ddp; set parallel: fsdp"),
     ],
 )
-def test_what_calls_layers_unequally_often_is_refused(values: dict[str, Any], message: str) -> None:
-    trainer = {"steps": 1, "batch_size": 1, "learning_rate": 1, **FSDP}
+def test_what_parts_cannot_do_is_refused(values: dict[str, Any], message: str) -> None:
+    trainer = {"steps": 1, "batch_size": 1, "learning_rate": 1, **values.get("trainer", FSDP)}
     with pytest.raises(ConfigError, match=message):
-        TrainConfig.parse({"start_from": "mac-tiny", "trainer": trainer, **values}, "recipe")
-
-
-def test_offload_needs_parts() -> None:
-    with pytest.raises(ConfigError, match="offload is true, but parallel is ddp; set parallel: fsdp"):
-        TrainerConfig.parse({"steps": 1, "batch_size": 1, "learning_rate": 1, "offload": True}, "recipe")
+        TrainConfig.parse({"start_from": "mac-tiny", **values, "trainer": trainer}, "recipe")
 
 
 @pytest.mark.parametrize("engine", ["FSDP", "DEEPSPEED"])
