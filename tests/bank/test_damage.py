@@ -79,7 +79,7 @@ USES: dict[str, Callable[[MemoryBank], Any]] = {
     "known": lambda bank: bank.visible_rows(KnownDocuments(bank, None)).tolist(),
     "phi": lambda bank: bank.phi.tolist(),
     "take": lambda bank: bank.take(torch.tensor([7, 0, 3])).tolist(),
-    "overview": lambda bank: [[c.tolist() for c in part] for part in bank.overview()] if bank.layout.summary else None,
+    "overview": lambda bank: [[c.tolist() for c in part[:4]] for part in bank.overview()] if bank.layout.summary else None,
 }
 
 
@@ -259,7 +259,7 @@ SETTINGS = {
     "version": ["-1", "[]", str(1 << 80), "9" * 5000, "NaN", "{", "[" * 100_000],
     "shape": ["null", "[2]", "[2, 0]", "[-2, 3]", f"[{1 << 40}, {1 << 40}]", "[2147483647, 2147483647]", "[2, 4]"],
     "next_sequence": ["0", "null"],
-    "layout": ["{}", '{"dtype": "fp64"}', '{"dtype": "bf16", "code_bytes": 3}', '{"summary": 1, "prior_keys": 2}'],
+    "layout": ['{"dtype": "fp64"}', '{"dtype": "bf16", "code_bytes": 3}', '{"summary": 1, "prior_keys": 2}'],
     "intent": ['{"puts": [[]]}', '{"other": 1}'],
     "fingerprint": ["null", "3"],
     "keep_texts": ['"perhaps"'],
