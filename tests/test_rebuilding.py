@@ -10,8 +10,8 @@ import torch
 
 from mac_rag import rebuilding
 from mac_rag.bank import MemoryBank
-from mac_rag.bank.database import Connection
 from mac_rag.bank.bank import Contents
+from mac_rag.bank.database import Connection
 from mac_rag.config import BoundConfig
 from mac_rag.data.newswire.generate import generate
 from mac_rag.data.types import Document

@@ -68,9 +68,7 @@ def is_used(path: Path) -> bool:
     rows = type(bank.connection).rows
     statements: list[str] = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(
-            type(bank.connection), "rows", lambda *call: (statements.append(call[1]), rows(*call))[1]
-        )
+        patch.setattr(type(bank.connection), "rows", lambda *call: (statements.append(call[1]), rows(*call))[1])
         list(bank.overview())
     return bool(bank._state.keys) and not any("FROM overview" in statement for statement in statements)
 

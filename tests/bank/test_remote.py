@@ -14,11 +14,11 @@ import pytest
 import torch
 from click.testing import Result
 from fsspec.implementations.memory import MemoryFileSystem
-from mac_rag.bank.verify import verify
 from typer.testing import CliRunner
 
 from mac_rag.bank import MemoryBank
 from mac_rag.bank.remote import pull, push
+from mac_rag.bank.verify import verify
 from mac_rag.cli.main import app
 from mac_rag.data.types import Document
 from mac_rag.errors import BankError, DamageError, FingerprintError
@@ -202,9 +202,7 @@ def test_pulled_files_are_private(store: Any, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("ending", [".sqlite", ".json"])
-def test_objects_that_are_not_what_was_pushed_leave_the_file_as_it_was(
-    store: Any, tmp_path: Path, ending: str
-) -> None:
+def test_objects_that_are_not_what_was_pushed_leave_the_file_as_it_was(store: Any, tmp_path: Path, ending: str) -> None:
     with filled(tmp_path / "bank") as bank:
         push(tmp_path / "bank", MEMORY)
         pull(MEMORY, tmp_path / "copy")
