@@ -30,8 +30,8 @@ from mac_rag.errors import ConfigError, ModelLoadError
 from mac_rag.lm.base_lm import BaseLM
 from mac_rag.lm.devices import DTYPES
 from mac_rag.lm.fetched import local_place
-from mac_rag.lm.hub_revisions import pinned
 from mac_rag.lm.loading import describe_first_layers, empty_backbone, loaded
+from mac_rag.lm.model_folders import pinned
 from mac_rag.model import MACModel
 from mac_rag.model.factory import make_encoder
 from mac_rag.nn.amortization import EncoderDecoder, EncoderPooling

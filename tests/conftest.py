@@ -30,7 +30,7 @@ def pytest_configure() -> None:
 @pytest.fixture(scope="session", autouse=True)
 def user_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The user's own cache folder, which is not used: what training keeps for later runs stays out of it."""
-    from mac_rag.cache import CACHE_VARIABLE, cache_folder
+    from mac_rag.lm.fetched import CACHE_VARIABLE, cache_folder
 
     own = cache_folder()
     os.environ[CACHE_VARIABLE] = str(tmp_path_factory.mktemp("cache"))

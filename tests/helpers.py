@@ -1,4 +1,4 @@
-"""Tiny models of the architectures that mac_rag works with, saved to folders and loaded by the real loaders."""
+"""Tiny models of the architectures that mac_rag works with, in folders for the real loaders; pages; processes."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import copy
 import multiprocessing
 import time
 from collections.abc import Callable
+from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
@@ -147,22 +148,62 @@ def mac_config(lm: Path, encoder: Path | None = None, design: Any = "decoder-onl
     )
 
 
+class Elements(HTMLParser):
+    """The elements of a page.
+
+    Attributes:
+        found: tag and attributes of each, in order.
+        around: of each, the tags that are open around it.
+        text: the text between them, as a reader sees it.
+        comments: texts of comments.
+        misplaced: tags that are not closed in the order in which they were opened.
+    """
+
+    _VOID = {"meta", "br", "hr", "img", "input", "link", "source"}
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.found: list[tuple[str, dict[str, str]]] = []
+        self.around: list[tuple[str, ...]] = []
+        self.text = ""
+        self.comments: list[str] = []
+        self.misplaced: list[str] = []
+        self._open: list[str] = []
+        self.feed(text)
+        self.misplaced += self._open
+
+    def values(self, *names: str) -> list[str]:
+        """The values of attributes of these names, in the order of the page."""
+        return [value for _, attributes in self.found for name, value in attributes.items() if name in names]
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.found.append((tag, {name: value or "" for name, value in attrs}))
+        self.around.append(tuple(self._open))
+        if tag not in self._VOID:
+            self._open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.handle_starttag(tag, attrs)
+        if tag not in self._VOID:
+            self._open.pop()
+
+    def handle_endtag(self, tag: str) -> None:
+        if self._open[-1:] != [tag]:
+            self.misplaced.append(tag)
+        while tag in self._open and self._open.pop() != tag:
+            pass
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+
+    def handle_comment(self, data: str) -> None:
+        self.comments.append(data)
+
+
 def copy_of(model: MACModel) -> MACModel:
-    """A copy that shares the tokenizers, several times as fast as by `copy.deepcopy`: hundreds of tests make one."""
-    parts = list(model.modules())
-    copies: dict[int, Any] = {id(part): type(part).__new__(type(part)) for part in parts}
-    shared = {
-        id(value): value
-        for part in parts
-        for value in vars(part).values()
-        if isinstance(value, PreTrainedTokenizerBase)
-    }
-    memo = copies | shared
-    for part in parts:
-        for name, value in vars(part).items():
-            empty = isinstance(value, dict | set) and not value  # as most hooks of most modules are
-            vars(memo[id(part)])[name] = value.copy() if empty else copy.deepcopy(value, memo)
-    return memo[id(model)]  # type: ignore[no-any-return]
+    """A copy that shares the tokenizers."""
+    values = (value for part in model.modules() for value in vars(part).values())
+    return copy.deepcopy(model, {id(value): value for value in values if isinstance(value, PreTrainedTokenizerBase)})
 
 
 def wait_until(condition: Callable[[], bool]) -> None:

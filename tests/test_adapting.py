@@ -71,8 +71,7 @@ class Clock:
 
 
 @pytest.mark.parametrize(
-    ("seconds", "commits"),
-    [(1, [12]), (10, [30, 60, 90, 120]), (40, [40 * number for number in range(1, 13)])],
+    ("seconds", "commits"), [(1, [12]), (10, [30, 60, 90, 120]), (40, [40 * number for number in range(1, 13)])]
 )
 def test_a_commit_is_made_every_thirty_seconds(
     tiny_model: MACModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seconds: float, commits: list[float]
@@ -93,23 +92,6 @@ def test_a_commit_is_made_every_thirty_seconds(
     assert opened.document_ids == at_once.bank.document_ids == [document.id for document in DOCUMENTS]
     assert torch.equal(opened.phi, at_once.bank.phi)
     assert retriever.content_hashes().keys() == set(opened.document_ids)
-
-
-def test_the_bar_moves_with_every_batch(tiny_model: MACModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    moves: list[int] = []
-    notes: list[str] = []
-    monkeypatch.setattr("mac_rag.progress.ProgressBar.advance", lambda bar, count=1: moves.append(count))
-    monkeypatch.setattr("mac_rag.progress.ProgressBar.note", lambda bar, text: notes.append(text))
-    amortize = tiny_model.amortize_rows
-    monkeypatch.setattr(
-        tiny_model, "amortize_rows", lambda rows, **options: amortize(rows, **options | {"batch_tokens": 1})
-    )
-    engine = MACEngine(tiny_model, MemoryBank(tiny_model.fingerprint))
-    plan = engine._writer.plan(DOCUMENTS, engine.bank)
-    moves.clear()
-    engine._writer.write(engine._synced, DOCUMENTS, plan, set())
-    assert moves == [1] * 12
-    assert notes == ["12 of 12 documents saved"]
 
 
 @pytest.mark.parametrize("retriever", [False, True])
@@ -145,9 +127,7 @@ def test_an_interrupt_says_what_is_kept_and_the_command_goes_on(
 
 
 @pytest.mark.usefixtures("interruptible")
-def test_nothing_is_kept_of_an_interrupt_at_the_beginning(
-    tiny_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_early_interrupts_keep_nothing(tiny_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "a.txt").write_text("The bridge of Orm was closed.")
 
     def interrupted(*arguments: Any) -> Any:

@@ -98,9 +98,7 @@ OPTIONS: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("options", OPTIONS)
-def test_questions_that_wait_are_answered_in_one_pass_as_one_by_one(
-    engine: MACEngine, crowd: Crowd, options: dict[str, Any]
-) -> None:
+def test_questions_that_wait_share_one_pass(engine: MACEngine, crowd: Crowd, options: dict[str, Any]) -> None:
     expected = [engine.answer([question], **options) for question in QUESTIONS]
     crowd.generated.clear()
     assert crowd(*(lambda q=question: engine.answer([q], **options) for question in QUESTIONS)) == expected
@@ -160,9 +158,7 @@ def test_what_fails_for_a_whole_batch_fails_for_all_of_it_and_not_for_the_next(
     assert all(isinstance(outcome, BankError) for outcome in outcomes)
 
 
-def test_attention_of_several_threads_is_computed_in_one_pass(
-    engine: MACEngine, crowd: Crowd, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_attention_of_threads_shares_one_pass(engine: MACEngine, crowd: Crowd, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = [engine.document_attention([question]) for question in QUESTIONS]
     passes: list[int] = []
     reader = engine._reader
@@ -248,18 +244,6 @@ def test_questions_of_many_threads_see_one_state_each_while_documents_come_and_g
 
 def close(first: Tensor, second: Tensor) -> bool:
     return torch.allclose(first, second, atol=1e-5, rtol=1e-4)
-
-
-def test_a_question_does_not_count_what_the_retriever_holds(engine: MACEngine) -> None:
-    """A server would be asked for it each time."""
-
-    class Uncounted(BM25Retriever):
-        def __len__(self) -> int:
-            raise AssertionError
-
-    engine.retriever = Uncounted()
-    engine.retriever.add(STREAM.documents)
-    assert engine.answer(QUESTIONS[:1], k=1)[0].document_ids
 
 
 def test_a_retriever_may_ask_the_engine_itself(engine: MACEngine) -> None:

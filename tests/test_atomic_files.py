@@ -8,14 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from mac_rag.atomic_files import (
-    copy_file,
-    make_folder,
-    make_writable_folder,
-    overwrite,
-    write_file,
-    write_folder,
-)
+from mac_rag.atomic_files import copy_file, make_folder, make_writable_folder, overwrite, write_file, write_folder
 from mac_rag.errors import ConfigError
 
 

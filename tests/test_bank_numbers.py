@@ -45,7 +45,6 @@ def test_codes_are_read_as_the_numbers_that_they_stand_for(quantized_model: MACM
         put_with_overview(bank, model.aggregation, DOCUMENTS, phi, [1] * len(DOCUMENTS))
         bank.commit()
     coded, whole = MemoryBank.open(tmp_path / "bank"), MemoryBank(model.fingerprint, rows="fp32")
-    assert coded.quantizer is not None
     expected = rounded(coded.layout, phi, coded.quantizer)
     torch.testing.assert_close(coded.phi, expected, rtol=1e-5, atol=1e-5)
     put_with_overview(whole, model.aggregation, DOCUMENTS, coded.phi, [1] * len(DOCUMENTS))
@@ -62,9 +61,7 @@ def test_codes_are_read_as_the_numbers_that_they_stand_for(quantized_model: MACM
     torch.testing.assert_close(bounded, unbounded, rtol=1e-4, atol=1e-5)
 
 
-def test_what_a_bank_knows_of_rows_is_what_a_reader_computes(
-    loaded_tiny_model: MACModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_bank_knows_what_a_reader_computes(loaded_tiny_model: MACModel, monkeypatch: pytest.MonkeyPatch) -> None:
     """Questions get the same answers, and the first one reads no row that cannot matter."""
     model = loaded_tiny_model
     phi = model.amortize([document.text for document in DOCUMENTS])
@@ -83,10 +80,8 @@ def test_what_a_bank_knows_of_rows_is_what_a_reader_computes(
 
 def test_a_checkpoint_keeps_its_codebooks(quantized_model: MACModel, tmp_path: Path) -> None:
     model, quantizer = quantized_model, quantized_model.aggregation.quantizer
-    assert quantizer is not None
     model.save_pretrained(tmp_path / "model")
     loaded = MACModel.from_pretrained(tmp_path / "model", device="cpu").aggregation.quantizer
-    assert loaded is not None
     assert all(torch.equal(loaded.tensors[name], tensor) for name, tensor in quantizer.tensors.items())
     file = tmp_path / "model" / "rows.safetensors"
     file.write_bytes(file.read_bytes()[:-1])

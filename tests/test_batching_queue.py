@@ -67,21 +67,6 @@ def worker() -> Iterator[Worker]:
     assert not worker.queue._waiting
 
 
-def test_requests_that_wait_become_one_batch(worker: Worker) -> None:
-    first = worker.start_first()
-    others = [worker.start_and_wait(number) for number in range(15)]
-    worker.go.set()
-    assert first.result() == "done first"
-    assert [other.result() for other in others] == [f"done {number}" for number in range(15)]
-    assert worker.batches == [["first"], list(range(15))]
-
-
-def test_a_request_alone_is_a_batch_of_its_own(worker: Worker) -> None:
-    worker.go.set()
-    assert [worker.start(number).result() for number in range(3)] == ["done 0", "done 1", "done 2"]
-    assert worker.batches == [[0], [1], [2]]
-
-
 def test_groups_are_not_mixed_and_the_oldest_request_decides_which_comes_next(worker: Worker) -> None:
     worker.start_first(group="a")
     for name in ("b1", "a1", "b2", "c1", "a2"):
@@ -98,33 +83,6 @@ def test_a_batch_stays_within_its_limit_unless_one_request_is_larger(worker: Wor
     worker.go.set()
     wait_until(lambda: len(worker.batches) == 5)
     assert worker.batches == [["first"], ["two", "three"], ["one"], ["nine"], ["last"]]
-
-
-def test_an_exception_for_one_request_is_raised_to_its_caller_only(worker: Worker) -> None:
-    def run(requests: Sequence[Any]) -> Sequence[Any]:
-        return [KeyError(name) if name == "bad" else name for name in worker.run(requests) and requests]
-
-    worker.start_first()
-    good, bad, fine = (worker.start_and_wait(name, run=run) for name in ("good", "bad", "fine"))
-    worker.go.set()
-    assert (good.result(), fine.result()) == ("good", "fine")
-    with pytest.raises(KeyError, match="bad"):
-        bad.result()
-    assert worker.batches[1] == ["good", "bad", "fine"]
-
-
-def test_an_exception_of_a_batch_reaches_all_its_callers_and_nobody_else(worker: Worker) -> None:
-    def fail(requests: Sequence[Any]) -> Sequence[Any]:
-        raise MemoryError("too much")
-
-    first = worker.start_first()
-    failing = [worker.start_and_wait(number, group="b", run=fail) for number in range(3)]
-    after = worker.start_and_wait("after")
-    worker.go.set()
-    assert (first.result(), after.result()) == ("done first", "done after")
-    for future in failing:
-        with pytest.raises(MemoryError, match="too much"):
-            future.result()
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit])
@@ -286,9 +244,7 @@ def test_every_caller_of_a_crowd_gets_its_own_result(plans: list[list[tuple[str,
     assert not queue._waiting
 
 
-def test_with_patience_a_crowd_that_comes_one_by_one_is_one_batch(
-    worker: Worker, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_with_patience_a_crowd_coming_one_by_one_is_one_batch(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
     """Requests arrive while the queue is patient. Its clock is replaced, so a slow machine changes nothing."""
     waits: list[float] = []
     arriving = iter(["late 1", "late 2"])

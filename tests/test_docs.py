@@ -12,16 +12,13 @@ import doctest
 import importlib
 import importlib.util
 import io
-import json
 import os
 import re
-import runpy
 import shlex
 import subprocess
 import sys
 import tomllib
 import warnings
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,7 +30,6 @@ GUIDES = sorted(path.name for path in (ROOT / "docs" / "guides").glob("*.md"))
 PAGES = ("README.md", "docs/index.md", "docs/quickstart.md", *(f"docs/guides/{name}" for name in GUIDES))
 LANGUAGES = {"python", "bash", "text"}
 NOT_RUN = re.compile(r"<!-- not run: (.+) -->")
-_COMMAND = re.compile(r"(mac-rag|python -m) ")
 
 
 @dataclass(frozen=True)
@@ -83,9 +79,7 @@ def read_blocks(page: str, text: str) -> list[Block]:
 
 
 class Runner:
-    """Runs the blocks of one page in the current folder.
-
-    Commands of this project run in this process, which has loaded PyTorch already; everything else runs in bash.
+    """Runs the blocks of one page in the current folder: Python in this process, commands in bash.
 
     Args:
         shims: a folder on the PATH for the command `mac-rag`.
@@ -94,9 +88,9 @@ class Runner:
     def __init__(self, shims: Path) -> None:
         self.names: dict[str, Any] = {"__name__": "__main__"}
         scripts = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
-        self.module, self.function = scripts["mac-rag"].split(":")
+        module, function = scripts["mac-rag"].split(":")
         shims.mkdir(exist_ok=True)
-        command = f"from {self.module} import {self.function}; {self.function}()"
+        command = f"from {module} import {function}; {function}()"
         (shims / "mac-rag").write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} -c "{command}" "$@"\n')
         (shims / "mac-rag").chmod(0o755)
         path = f"{shims}:{Path(sys.executable).parent}:{os.environ['PATH']}"
@@ -108,65 +102,22 @@ class Runner:
         Raises:
             AssertionError: when a command fails, or the output is not the one that the page shows.
         """
-        printed = io.StringIO()
-        with contextlib.redirect_stdout(printed), warnings.catch_warnings(action="ignore"):
-            if block.language == "python":
-                code = "\n" * block.line + block.text  # a traceback names the line of the page
+        where, printed = f"{block.page}:{block.line}", io.StringIO()
+        if block.language == "python":
+            code = "\n" * block.line + block.text  # a traceback names the line of the page
+            with contextlib.redirect_stdout(printed), warnings.catch_warnings(action="ignore"):
                 exec(compile(code, block.page, "exec"), self.names)
-            else:
-                for statement in statements(block.text):
-                    self._bash(statement, f"{block.page}:{block.line}")
+        else:
+            script = ["bash", "-c", f"set -e -o pipefail\n{block.text}"]
+            done = subprocess.run(script, capture_output=True, text=True, env=self.environment)
+            assert done.returncode == 0, f"{where} failed\n{done.stdout}{done.stderr}"
+            printed.write(done.stdout)
         if block.output is not None:
             wanted, got = stripped(block.output), stripped(printed.getvalue())
             assert doctest.OutputChecker().check_output(wanted, got, doctest.ELLIPSIS), (
-                f"{block.page}:{block.line} shows\n{wanted}\nbut prints\n{got}"
+                f"{where} shows\n{wanted}\nbut prints\n{got}"
             )
         return printed.getvalue()
-
-    def _bash(self, statement: str, where: str) -> None:
-        if _COMMAND.match(statement) and not set(shlex.shlex(statement, punctuation_chars=True)) & set("|<>&;"):
-            # bash takes quotes, globs and comments away.
-            words = self._shell(f"printf '%s\\0' {statement}", where).rstrip("\0").split("\0")
-            self._command(words, where)
-        else:
-            print(self._shell(f"set -e -o pipefail\n{statement}", where), end="")
-
-    def _shell(self, script: str, where: str) -> str:
-        done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, env=self.environment)
-        assert done.returncode == 0, f"{where}: {script!r} failed\n{done.stdout}{done.stderr}"
-        return done.stdout
-
-    def _command(self, words: list[str], where: str) -> None:
-        errors, before = io.StringIO(), sys.argv
-        code: object = 0
-        with contextlib.redirect_stderr(errors):
-            try:
-                if words[0] == "mac-rag":
-                    sys.argv = words
-                    getattr(importlib.import_module(self.module), self.function)()
-                else:
-                    sys.argv = words[2:]
-                    runpy.run_module(words[2], run_name="__main__", alter_sys=True)
-            except SystemExit as end:
-                code = end.code
-            finally:
-                sys.argv = before
-        assert not code, f"{where}: {shlex.join(words)} ends with {code}\n{errors.getvalue()}"
-
-
-def statements(text: str) -> Iterator[str]:
-    """Divides a bash block: each command of this project by itself, all lines between two of them together."""
-    other = ""
-    for line in re.sub(r"\\\n\s*", "", text).splitlines(keepends=True):
-        if not _COMMAND.match(line):
-            other += line
-            continue
-        if other.strip():
-            yield other
-        other = ""
-        yield line.rstrip("\n")
-    if other.strip():
-        yield other
 
 
 def stripped(text: str) -> str:
@@ -199,12 +150,6 @@ def test_few_blocks_are_left_out_and_each_has_a_reason() -> None:
     assert [block for block in left_out if block.language != "bash" or len(str(block.not_run).split()) < 3] == []
 
 
-def test_every_comment_stands_in_front_of_a_block() -> None:
-    for page in PAGES:
-        text = (ROOT / page).read_text()
-        assert len(NOT_RUN.findall(text)) == sum(b.not_run is not None for b in read_blocks(page, text)), page
-
-
 @pytest.mark.parametrize("page", PAGES)
 def test_commands_exist(page: str) -> None:
     """Those too that are not run, or are named in a sentence."""
@@ -232,20 +177,6 @@ class TestHarness:
         with pytest.raises((AssertionError, ImportError)):
             run_page("page.md", text, tmp_path, monkeypatch)
 
-    def test_blocks_share_names_and_folder(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        page = (
-            "```python\nfrom pathlib import Path\nnumber = 2\n```\n"
-            "```bash\ncat > file <<'END'\nmore\nEND\nmac-rag --version  # a comment\n```\n\n```text\nmac-rag ...\n```\n"
-            "<!-- not run: it would fail -->\n```bash\nfalse\n```\n"
-            "```python\nprint(number, Path('file').read_text(), end='')\n```\n\n```text\n2 more\n```\n"
-        )
-        assert [len(lines.splitlines()) for lines in run_page("page.md", page, tmp_path, monkeypatch)] == [0, 1, 1]
-
-    def test_a_traceback_names_the_line_of_the_page(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        with pytest.raises(ZeroDivisionError) as caught:
-            run_page("page.md", "Text.\n\n```python\nzero = 0\n1 / zero\n```\n", tmp_path, monkeypatch)
-        assert caught.traceback[-1].lineno == 4  # counted from 0
-
 
 @pytest.mark.slow
 def test_the_tour_runs_from_top_to_bottom(tmp_path: Path) -> None:
@@ -264,10 +195,3 @@ def test_the_tour_runs_from_top_to_bottom(tmp_path: Path) -> None:
 def printed(cell: Any) -> str:
     """What a cell of a notebook has printed."""
     return "".join(output.text for output in cell.get("outputs", ()) if output.get("name") == "stdout")
-
-
-def test_the_tour_is_small() -> None:
-    path = ROOT / "examples" / "tour.ipynb"
-    outputs = [output for cell in json.loads(path.read_text())["cells"] for output in cell.get("outputs", ())]
-    assert path.stat().st_size < 20_000
-    assert {output["name"] for output in outputs} == {"stdout"}

@@ -62,9 +62,7 @@ def test_adapting_tokenizes_a_document_once(
     assert not any(containing(tokenized, text) for text in TEXTS)  # what is known is not looked at again
 
 
-def test_a_long_document_is_tokenized_once_whole_and_once_in_its_chunks(
-    tiny_model: MACModel, tokenized: Counter[str]
-) -> None:
+def test_a_long_document_is_tokenized_whole_and_in_its_chunks(tiny_model: MACModel, tokenized: Counter[str]) -> None:
     text = " ".join(f"Event number {number} took place." for number in range(400))
     report = MACEngine(tiny_model).adapt([Document("long", text)])
     assert report.rows > 2
@@ -72,30 +70,16 @@ def test_a_long_document_is_tokenized_once_whole_and_once_in_its_chunks(
     assert sum(map(len, tokenized)) < 2.01 * len(text)
 
 
-@pytest.mark.parametrize("streamed", [False, True])
-def test_a_predicted_answer_tokenizes_question_and_context_once_for_each_network(
-    streamed: bool, tiny_model: MACModel, tokenized: Counter[str]
-) -> None:
+@pytest.mark.parametrize("way", ["predict", "stream", "synthesize"])
+def test_an_answer_tokenizes_its_texts_once_a_network(way: str, tiny_model: MACModel, tokenized: Counter[str]) -> None:
     engine = MACEngine(tiny_model)
     engine.adapt([Document(str(number), text) for number, text in enumerate(TEXTS)])
     llm, prompts = MACLLM(engine=engine), tiny_model.base_lm.prompts
     tokenized.clear()
-    if streamed:
-        list(llm.stream(TEMPLATE, query_str=QUESTION, context_str=TEXTS[0]))
+    if way == "synthesize":
+        MACSynthesizer(llm).synthesize(QUESTION, [NodeWithScore(node=TextNode(text=TEXTS[0]))])
     else:
-        llm.predict(TEMPLATE, query_str=QUESTION, context_str=TEXTS[0])
+        "".join(getattr(llm, way)(TEMPLATE, query_str=QUESTION, context_str=TEXTS[0]))
     asked = prompts.format.question.replace("{question}", QUESTION)
     assert containing(tokenized, QUESTION) == {QUESTION: 1, asked: 1}  # the input encoder's and the base LM's
     assert containing(tokenized, TEXTS[0]) == {prompts.format.document.replace("{document}", TEXTS[0]): 1}
-
-
-def test_a_synthesized_answer_tokenizes_question_and_nodes_once_for_each_network(
-    tiny_model: MACModel, tokenized: Counter[str]
-) -> None:
-    engine = MACEngine(tiny_model)
-    engine.adapt([Document(str(number), text) for number, text in enumerate(TEXTS)])
-    nodes = [NodeWithScore(node=TextNode(text=text)) for text in TEXTS]
-    tokenized.clear()
-    MACSynthesizer(MACLLM(engine=engine)).synthesize(QUESTION, nodes)
-    assert sorted(containing(tokenized, QUESTION).values()) == [1, 1]
-    assert [list(containing(tokenized, text).values()) for text in TEXTS] == [[1], [1]]

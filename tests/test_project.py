@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import doctest
 import importlib
 import inspect
@@ -22,7 +21,6 @@ from packaging.utils import canonicalize_name
 from mac_rag.engine import MACEngine
 from mac_rag.errors import ConfigError
 from pipelines.recipe import read_recipe, recipe_names
-from pipelines.stages import RECIPES
 from pipelines.tasks.add_lexical import AddLexicalConfig
 from tests.helpers import HEAVY
 
@@ -137,11 +135,6 @@ def test_every_recipe_is_read_by_its_pipeline(name: str, monkeypatch: pytest.Mon
         pipeline.main(config=name, output=tmp_path / "run", set_=None)
 
 
-@pytest.mark.parametrize("path", sorted(RECIPES.rglob("*.yaml")), ids=lambda path: f"{path.parent.name}/{path.stem}")
-def test_every_recipe_is_commented(path: Path) -> None:
-    assert path.read_text().startswith("# ")
-
-
 class TestRecipes:
     def load(self, *overrides: str, name: str = "mac-tiny/pretrain") -> Any:
         from pipelines.recipe import load_recipe
@@ -184,9 +177,7 @@ class TestReadme:
 
     TEXT = (ROOT / "README.md").read_text()
 
-    def test_its_commands_exist(self) -> None:
-        modules = set(re.findall(r"-m ((?:pipelines|eval|benchmarks)\.\w+)", self.TEXT))
-        assert modules <= set(COMMANDS)
+    def test_its_recipes_exist(self) -> None:
         recipes = set(re.findall(r"--config ([\w./-]+)", self.TEXT))
         assert recipes <= set(recipe_names())
 
@@ -197,17 +188,6 @@ class TestReadme:
     def test_it_is_short(self) -> None:
         assert len(self.TEXT.split()) <= 1_000
 
-    def test_it_imports_what_is_public(self) -> None:
-        modules = re.findall(r"(?:from|import) (mac_rag[\w.]*)", self.TEXT)
-        assert set(modules) <= {"mac_rag", "mac_rag.integrations.langchain", "mac_rag.integrations.llama_index"}
-
-    def test_its_quickstart_has_ten_lines(self) -> None:
-        [quickstart, *_] = re.findall(r"```python\n(.*?)```", self.TEXT, re.DOTALL)
-        statements = ast.parse(quickstart).body
-        assert "llama_index" in quickstart
-        assert len(statements) <= 10
-        assert len(quickstart.splitlines()) <= 14
-
 
 def examples(docstring: str | None) -> list[doctest.Example]:
     """The doctest examples in the section `Examples:` of a docstring."""
@@ -216,13 +196,8 @@ def examples(docstring: str | None) -> list[doctest.Example]:
 
 
 def public_classes() -> list[type]:
-    modules = (
-        "mac_rag",
-        "mac_rag.integrations.llama_index",
-        "mac_rag.integrations.langchain",
-        "mac_rag.bank",
-        "mac_rag.retrieval",
-    )
+    parts = ("", ".integrations.llama_index", ".integrations.langchain", ".bank", ".retrieval")
+    modules = (f"mac_rag{part}" for part in parts)
     public = (getattr(module, name) for module in map(importlib.import_module, modules) for name in module.__all__)
     return sorted({value for value in public if isinstance(value, type)}, key=lambda cls: cls.__name__)
 
@@ -231,10 +206,6 @@ class TestPublicNames:
     @pytest.mark.parametrize("cls", public_classes())
     def test_every_public_class_shows_an_example_that_doctest_runs(self, cls: type) -> None:
         assert examples(cls.__doc__), f"the docstring of {cls.__name__} has no example after 'Examples:'"
-
-    @pytest.mark.parametrize("section", ["", "Examples:\n    engine.answer()", "Notes:\n    >>> 1 + 1\n    2"])
-    def test_a_docstring_without_a_runnable_example_is_noticed(self, section: str) -> None:
-        assert not examples(f"Answers questions.\n\n{section}\n")
 
     def test_all_of_them_can_be_imported(self) -> None:
         import mac_rag

@@ -160,9 +160,7 @@ def test_texts_come_from_the_retriever_in_the_version_that_the_bank_remembers(
         rebuild(bank, new, retriever, skip_missing=True)
 
 
-def test_a_retriever_that_keeps_its_texts_to_itself_is_refused(
-    loaded_tiny_model: MACModel, other_model: MACModel
-) -> None:
+def test_a_retriever_that_tells_no_texts_is_refused(loaded_tiny_model: MACModel, other_model: MACModel) -> None:
     from llama_index.core import MockEmbedding, VectorStoreIndex
 
     from mac_rag.retrieval.llama_index import LlamaIndexRetriever
@@ -220,7 +218,6 @@ class TestCommand:
         assert run(*command[:5], with_texts, *command[6:], *holder, "--keep-texts").exit_code == 0
         assert MemoryBank.open(with_texts)["1"].texts == ("Rain fell on Kell.",)
         retriever = make_retriever(str(holder[1]), folder=tmp_path / "texts" if kind == "bm25" else None)
-        assert retriever is not None
         retriever.delete("1")
         if kind == "bm25":
             retriever.save(tmp_path / "texts")
@@ -253,9 +250,7 @@ class TestCommand:
             assert said in run("bank", "export", "--bank", bank, "--output", output).stdout
             assert ("Snow fell" in (output / "documents.jsonl").read_text()) == (name == "with")
 
-    def test_whether_a_bank_keeps_texts_does_not_change(
-        self, notes: Path, tiny_checkpoint: Path, tmp_path: Path
-    ) -> None:
+    def test_keeping_texts_is_decided_at_the_creation(self, notes: Path, tiny_checkpoint: Path, tmp_path: Path) -> None:
         adapt = ("adapt", notes, "--model", tiny_checkpoint, "--bank")
         assert run(*adapt, tmp_path / "without").exit_code == 0
         assert "was created without --keep-texts" in refusal(*adapt, tmp_path / "without", "--keep-texts")

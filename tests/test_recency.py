@@ -23,13 +23,7 @@ from mac_rag.nn.attended_bank import AttendedBank
 from mac_rag.nn.memory_tokens import MemoryTokens
 from pipelines.corpora.qa_data import DataConfig
 from pipelines.objective import Batch, LossWeights, mac_loss
-from pipelines.tasks.fit_recency import (
-    FitRecencyConfig,
-    fit_recency,
-    prior_keys_of,
-    with_recency_term,
-    write_fitted,
-)
+from pipelines.tasks.fit_recency import FitRecencyConfig, fit_recency, prior_keys_of, with_recency_term, write_fitted
 from pipelines.tasks.train import moment
 from tests.bank.helpers import fast_folder, random_rows
 from tests.distributed.local_shards import assert_read_alike, made, reader
@@ -45,7 +39,6 @@ DATED = [Document(one.id, one.text, {"date": 2001 + year}) for year, one in enum
 def recent(loaded_tiny_model: MACModel) -> MACModel:
     """A model whose term takes much from all but the newest documents that a question can mean."""
     model = with_recency_term(copy_of(loaded_tiny_model))
-    assert model.aggregation.recency is not None
     with torch.no_grad():
         model.aggregation.recency.bias.fill_(9.0)
     return model
@@ -139,7 +132,6 @@ def test_a_checkpoint_keeps_the_term(recent: MACModel, tmp_path: Path) -> None:
     recent.save_pretrained(tmp_path / "model")
     again = MACModel.from_pretrained(tmp_path / "model", device="cpu")
     assert again.answer_digest == recent.answer_digest
-    assert again.aggregation.recency is not None
     assert again.aggregation.recency.bias.item() == 9.0
 
 
@@ -168,7 +160,6 @@ def test_training_learns_the_term_from_the_dates_of_a_batch(loaded_tiny_model: M
     """The losses are those over a bank with these dates; further negatives are older than all of it."""
     model = with_recency_term(copy_of(loaded_tiny_model))
     term = model.aggregation.recency
-    assert term is not None
     documents, questions = STREAM.documents[:4], STREAM.questions[:4]
     batch = Batch(
         documents=[document.text for document in documents],

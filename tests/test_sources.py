@@ -13,9 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mac_rag.bank import MemoryBank
-from mac_rag.cli.terminal import answer_record
 from mac_rag.config import AttentionConfig
-from mac_rag.data.types import Answer, Document, Source
+from mac_rag.data.types import Document
 from mac_rag.engine import MACEngine
 from mac_rag.errors import BankError, ConfigError
 from mac_rag.model import MACModel
@@ -50,7 +49,6 @@ def test_shares_are_the_attention(model: MACModel) -> None:
     press, match = answer.sources
     assert press.date is None
     assert dict(press.metadata) == {"year": 2005}
-    assert match.date is not None
     assert match.date.isoformat() == "2004-05-01T00:00:00+00:00"
     assert engine.answer([QUESTION])[0].sources == ()
     assert engine.answer([QUESTION], sources=1)[0].sources == (press,)
@@ -161,11 +159,8 @@ def test_the_command_prints_json_and_a_table(tmp_path: Path) -> None:
     record = json.loads(printed)
     assert (record["answer"], record["truncated"]) == ("180", False)
     first = record["sources"][0]
-    assert (first["document_id"], first["date"], first["sentence"]) == (
-        "p\x1b[2J",
-        "2005-01-01",
-        "The company employs 180 people.",
-    )
+    assert (first["document_id"], first["date"]) == ("p\x1b[2J", "2005-01-01")
+    assert first["sentence"] == "The company employs 180 people."
     table = run("ask", QUESTION, "--bank", bank, "--explain").stdout
     assert "\x1b" not in table
     assert "2005-01-01" in table
@@ -189,11 +184,6 @@ def test_the_answer_as_a_whole_is_highlighted_before_its_words() -> None:
     text = "The head of the museum of Orsena is <b>Ada</b> Voss 😀, the heir of the Voss."
     assert [text[slice(*place)] for place in highlights(text, "museum of Orsena")] == ["museum of Orsena"]
     assert [text[slice(*place)] for place in highlights(text, "ada voss")] == ["Ada", "Voss", "Voss"]
-
-
-def test_a_record_is_json() -> None:
-    answer = Answer("180", (), (), False, sources=(Source("press", 0.5, metadata={"year": 2005}),))
-    assert json.loads(json.dumps(answer_record(answer)))["sources"][0]["metadata"] == {"year": 2005}
 
 
 def test_sources_cost_no_second_pass_over_the_bank(model: MACModel, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -47,7 +47,6 @@ def doomed(checkpoint: Path, folder: Path, place: Path, step: str, what: str) ->
     if step == "the last commit":
         engine.bank.commit = commit  # type: ignore[method-assign]
     else:
-        assert engine.retriever is not None
         engine.retriever.put = engine.retriever.delete = die  # type: ignore[method-assign]
     if what == "adapt":
         engine.adapt([CHANGED, *STREAM[2:]])
@@ -57,7 +56,6 @@ def doomed(checkpoint: Path, folder: Path, place: Path, step: str, what: str) ->
 
 def agree(engine: MACEngine) -> bool:
     """Whether bank and retriever hold the same, and the bank what the model makes of the retriever's texts."""
-    assert engine.retriever is not None
     documents = engine.retriever.documents(engine.bank.document_ids)
     expected = engine.model.amortize([document.text for document in documents])
     torch.testing.assert_close(engine.bank.phi, expected, rtol=2**-7, atol=1e-5)  # it is kept in bf16
@@ -84,7 +82,6 @@ def test_every_change_goes_to_both(kind: str, tiny_model: MACModel, tmp_path: Pa
     assert (report.updated, report.unchanged, report.filed) == (1, 1, 1)
     engine.forget(STREAM[2].id)
     assert agree(engine)
-    assert engine.retriever is not None
     assert len(engine.retriever) == len(engine.bank) == 7
     assert engine.retriever.documents([CHANGED.id]) == [CHANGED]
     done = engine.reconcile()
@@ -207,7 +204,6 @@ def test_what_the_bank_would_refuse_never_reaches_the_retriever(tiny_model: MACM
     engine.bank = MemoryBank.open(tmp_path / "bank")
     with pytest.raises(BankError, match="not open for writing"):
         engine.adapt(STREAM)
-    assert engine.retriever is not None
     assert len(engine.retriever) == 0
 
 
@@ -220,7 +216,6 @@ def test_a_document_of_another_tenant_now_is_one_that_changed(tiny_model: MACMod
     report = engine.adapt([moved])
     assert (report.updated, report.filed) == (1, 1)
     assert engine.bank["1"].metadata == moved.metadata
-    assert engine.retriever is not None
     assert engine.retriever.documents(["1"]) == [moved]
 
 
@@ -287,7 +282,6 @@ def test_a_document_is_deleted_from_both_by_one_command(tiny_checkpoint: Path, t
 def test_large_ones_are_compared_by_number(tiny_model: MACModel, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = MACEngine(tiny_model, retriever=BM25Retriever())
     engine.adapt(STREAM)
-    assert engine.retriever is not None
     assert disagreement(engine.bank, engine.retriever) is None
     engine.retriever.put([CHANGED])
     engine.retriever.delete(STREAM[2].id)

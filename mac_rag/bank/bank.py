@@ -1226,7 +1226,7 @@ class MemoryBank(Contents):
         if not link.clean(wait=True):
             raise BankError(
                 f"{self.path} is committed, but somebody reads an older commit of it, which its log has to keep; "
-                "compact it again once that question is answered, or that process has refreshed its bank"
+                "compact it again once that question is answered, or that process has refreshed or closed its bank"
             )
         self._is_unclean = False
         self._write_keys_file()

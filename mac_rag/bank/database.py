@@ -36,7 +36,7 @@ from urllib.parse import quote
 from filelock import FileLock, Timeout
 
 from mac_rag.atomic_files import make_folder, private, sync_folder
-from mac_rag.errors import BankError, DamageError, FullDiskError
+from mac_rag.errors import BankError, ConfigError, DamageError, FullDiskError
 
 # The key of a row or document holds its number within the entry in these low bits.
 PART_BITS = 16
@@ -63,6 +63,7 @@ SCHEMA = (
 )
 # Endings of the files beside a bank: of SQLite, the lock, the derived keys, and a file that is not complete yet.
 WAL, SHM, LOCK, KEYS, UNFINISHED = "-wal", "-shm", "-lock", "-keys", "-new"
+_OLDEST = (3, 37, 0)  # the first SQLite with strict tables
 _PAGE = 4096  # bytes; of larger pages more stays empty, whatever the size of a row
 _KEPT = 4  # connections that nobody uses, and that are not closed
 _WAIT = 10.0  # seconds for another process to end its commit, or to close the bank
@@ -154,6 +155,11 @@ class Connection:
     """
 
     def __init__(self, path: Path, *, write: bool = False, durable: bool = True) -> None:
+        if sqlite3.sqlite_version_info < _OLDEST:
+            raise ConfigError(
+                f"a memory bank needs SQLite {'.'.join(map(str, _OLDEST))} or later, and this Python has "
+                f"{sqlite3.sqlite_version}; take a later build of Python"
+            )
         self.path = path
         self._writes = write
         self._process = os.getpid()

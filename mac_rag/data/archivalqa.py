@@ -1,22 +1,24 @@
-"""ArchivalQA-Seq: reads and writes CSV files with paragraphs of dated news articles and questions.
+"""The paper's two streams of news in CSV files: StreamingQA, and ArchivalQA-Seq with dated paragraphs.
 
-`pipelines.prepare_archivalqa` makes the files from the public questions and a user's own copy of the articles.
+`pipelines.prepare_archivalqa` makes ArchivalQA's files from the public questions and a user's own copy of the articles.
 `pipelines.make_newswire` writes generated news with the same columns.
 """
 
 from __future__ import annotations
 
 import datetime
+import hashlib
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from mac_rag.data.table import read_table, split_file, write_table
-from mac_rag.data.types import Document, QADataset, Question
+from mac_rag.data.types import Document, QADataset, Question, shortest_first
 from mac_rag.errors import DataError
 
 SPLITS = ("train", "val", "test", "qa_lt", "qa_lt_val")
+STREAMINGQA_SPLITS = ("train", "val", "test", "qa_train", "qa_val")
 
 # The published schema, with two more columns: first the question's id, last the id of the document that this one
 # supersedes. Files without these two columns, or with further ones, can also be read.
@@ -148,3 +150,30 @@ def _is_date(text: str) -> bool:
         return datetime.date.fromisoformat(text).isoformat() == text
     except ValueError:
         return False
+
+
+def read_streamingqa(path: str | Path, split: str) -> QADataset:
+    """Reads one split. Its rows are the stream; rows with the same text are about the same document.
+
+    The id of a document is a hash of its text, so it is the same in every split and file. The column `answers` holds
+    the accepted answers, separated by backslashes.
+
+    Args:
+        path: folder with `<split>.csv`, or the file.
+        split: one of `STREAMINGQA_SPLITS`.
+
+    Raises:
+        DataError: for a missing file or column, or a malformed row, named with its number and column.
+    """
+    documents: dict[str, Document] = {}
+    questions: list[Question] = []
+    for row in read_table(split_file(path, split), ("text", "question", "answers")):
+        text = row.filled("text")
+        document_id = f"streamingqa-{hashlib.sha256(text.encode()).hexdigest()[:16]}"
+        documents.setdefault(document_id, Document(document_id, text))
+        answers = shortest_first(row.filled("answers").split("\\"))
+        if not answers:
+            raise row.fault("answers", "it holds separators but no answer; give one, or remove the row")
+        question = row.filled("question").strip()
+        questions.append(Question(f"{split}-{row.number}", question, answers, document_id))
+    return QADataset("streamingqa", split, tuple(documents.values()), tuple(questions))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,9 +13,7 @@ from mac_rag.data.types import Document, QADataset, Question, shortest_first
 from mac_rag.errors import DataError
 from mac_rag.untrusted_files import MalformedError, parse_json, read_unpacked
 
-HUB_REPOSITORY = "rajpurkar/squad"
 _LARGEST = 64 << 20  # most bytes of a file in SQuAD's layout, twice the size of SQuAD's own
-HUB_REVISION = "7b6d24c440a36b6815f21b70d25016731768db1f"
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,32 +22,30 @@ class SplitRange:
 
     Attributes:
         file: name of the official file, without `.gz`.
-        hub_split: name of that file's split on the Hub.
         start: first row (question) of the split.
         stop: first row after the split.
         rows: number of questions in the whole file, which identifies the file that the paper split.
     """
 
     file: str
-    hub_split: str
     start: int
     stop: int
     rows: int
 
 
 PARTS = {
-    "qa_lt": SplitRange("train-v1.1.json", "train", 0, 40_006, 87_599),
-    "qa_lt_val": SplitRange("train-v1.1.json", "train", 40_006, 42_118, 87_599),
-    "train": SplitRange("train-v1.1.json", "train", 42_118, 82_011, 87_599),
-    "val": SplitRange("train-v1.1.json", "train", 82_011, 87_599, 87_599),
-    "test": SplitRange("dev-v1.1.json", "validation", 0, 10_570, 10_570),
+    "qa_lt": SplitRange("train-v1.1.json", 0, 40_006, 87_599),
+    "qa_lt_val": SplitRange("train-v1.1.json", 40_006, 42_118, 87_599),
+    "train": SplitRange("train-v1.1.json", 42_118, 82_011, 87_599),
+    "val": SplitRange("train-v1.1.json", 82_011, 87_599, 87_599),
+    "test": SplitRange("dev-v1.1.json", 0, 10_570, 10_570),
 }
 SPLITS = tuple(PARTS)
 
 
 @dataclass(frozen=True, slots=True)
 class SquadRow:
-    """One question with its paragraph and its article's title, as in the official files and on the Hub."""
+    """One question with its paragraph and its article's title, as in the official files."""
 
     title: str
     context: str
@@ -73,30 +69,6 @@ def read_squad(path: str | Path, split: str) -> QADataset:
     part = PARTS[split]
     file = _find(Path(path), part)
     return select_rows(list(read_official(file)), part, split, str(file))
-
-
-def download_squad(split: str) -> QADataset:
-    """Reads one split from the Hugging Face Hub, at a pinned revision, through the `datasets` library and its cache.
-
-    Raises:
-        DataError: if `datasets` is not installed or the Hub cannot be reached.
-    """
-    part = PARTS[split]
-    try:
-        import datasets
-    except ImportError:
-        raise DataError(
-            "SQuAD from the Hub needs the datasets library: pip install 'mac-rag[hub-data]', or give the path of a "
-            f"folder that holds {part.file}"
-        ) from None
-    try:
-        table = datasets.load_dataset(HUB_REPOSITORY, split=part.hub_split, revision=HUB_REVISION)
-    except OSError as error:
-        raise DataError(
-            f"{HUB_REPOSITORY} could not be read from the Hugging Face Hub ({type(error).__name__}: {error}); "
-            f"without a network, give the path of a folder that holds {part.file}"
-        ) from error
-    return select_rows(list(read_hub_rows(table)), part, split, f"{HUB_REPOSITORY} ({part.hub_split})")
 
 
 def read_official(file: Path) -> Iterator[SquadRow]:
@@ -161,12 +133,6 @@ def _field(value: Any, name: str, kind: type, where: str) -> Any:
     return content[name]
 
 
-def read_hub_rows(table: Iterable[dict[str, Any]]) -> Iterator[SquadRow]:
-    """Yields the questions of the Hub's table, where `answers` holds a list of texts."""
-    for row in table:
-        yield SquadRow(row["title"], row["context"], row["id"], row["question"], tuple(row["answers"]["text"]))
-
-
 def select_rows(rows: Sequence[SquadRow], part: SplitRange, split: str, source: str) -> QADataset:
     """The documents and questions of one split.
 
@@ -177,7 +143,7 @@ def select_rows(rows: Sequence[SquadRow], part: SplitRange, split: str, source: 
         rows: all rows of the file.
         part: the rows of the split.
         split: name of the split.
-        source: name of the file or table, for messages.
+        source: name of the file, for messages.
 
     Raises:
         DataError: if the number of rows is not that of the file that the paper split, or a row has no text, question or

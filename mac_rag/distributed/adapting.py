@@ -54,7 +54,7 @@ class BulkAdapter:
         model: the model, on any device; it checks the bank, and finishes an interrupted change.
         name: name or path by which workers load the same model.
         bank: an open bank on disk, or one that its first commit creates.
-        folder: folder of the bank.
+        path: file of the bank; workers write their blocks beside it.
         retriever: stores the texts; None for a bank alone.
         bound: largest size of the bank, and how to reduce it; None lets it grow.
         actors: largest number of actors; None for one per GPU of the cluster, or per CPU if there are no GPUs.
@@ -68,7 +68,7 @@ class BulkAdapter:
         model: MACModel,
         name: str,
         bank: MemoryBank,
-        folder: Path,
+        path: Path,
         retriever: Retriever | None = None,
         *,
         bound: BoundConfig | None = None,
@@ -77,7 +77,7 @@ class BulkAdapter:
         bank.check_model(model.fingerprint)
         self._model = model
         self._name = name
-        self._folder = folder
+        self._path = path
         self._writer = DocumentWriter(model, bound)
         self._synced = SyncedBank(bank, retriever)
         self._actors = actors
@@ -115,7 +115,7 @@ class BulkAdapter:
                     pending.add(found)
                     bar.advance(len(found))
             pending.end()
-            with Staging(self._folder) as staging:
+            with Staging(self._path) as staging:
                 blocks = self._amortize(ray, job, pending, staging, progress)
                 report = self._commit(job, pending, staging, blocks, progress)
                 staging.remove()

@@ -63,7 +63,7 @@ class Staging:
     Leaving the context keeps finished blocks for a later run; `remove` removes them.
 
     Args:
-        bank: folder of the bank.
+        bank: file of the bank.
 
     Raises:
         BankError: if the folder cannot be made, or another process uses it.

@@ -15,7 +15,7 @@ from mac_rag.config import Dtype
 from mac_rag.errors import ConfigError, ModelLoadError
 
 DTYPES: dict[Dtype, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-# Dtypes of stored weights; see `mac_rag.lm.int8_storage` for int8.
+# Dtypes of stored weights; see `mac_rag.lm.loading.to_int8`.
 STORED_DTYPES: dict[str, torch.dtype] = {str(name): dtype for name, dtype in DTYPES.items()} | {"int8": torch.int8}
 
 

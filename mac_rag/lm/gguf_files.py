@@ -22,8 +22,7 @@ from transformers.utils.hub import cached_file
 
 from mac_rag.errors import ModelLoadError
 from mac_rag.lm.architectures import check_modulation
-from mac_rag.lm.hub_revisions import pinned
-from mac_rag.lm.model_folders import MOST_LAYERS, check_folder
+from mac_rag.lm.model_folders import MOST_LAYERS, check_folder, pinned
 
 _VERSIONS = (2, 3)
 # Type of a metadata value -> its format. Strings (8) and arrays (9) have no fixed size.

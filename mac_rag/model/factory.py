@@ -11,9 +11,9 @@ from mac_rag.errors import ConfigError, ModelLoadError
 from mac_rag.lm.attention_sink import make_attention_sink
 from mac_rag.lm.base_lm import BaseLM
 from mac_rag.lm.fetched import FETCHABLE, exact_revision
-from mac_rag.lm.hub_revisions import pinned
 from mac_rag.lm.loading import check_vocabulary, keep_first_layers, load_backbone, load_first_layers, load_tokenizer
 from mac_rag.lm.minilm import PACKAGED
+from mac_rag.lm.model_folders import pinned
 from mac_rag.model.text_encoder import TextEncoder
 from mac_rag.nn.amortization import DESIGNS
 from mac_rag.nn.dtypes import HALF_PRECISION, SharedEmbedding

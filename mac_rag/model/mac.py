@@ -27,7 +27,6 @@ from mac_rag.lm.devices import DeviceMap, default_device, require_weights
 from mac_rag.lm.lora_tuning import make_trainable
 from mac_rag.lm.prompt import FittedPrompt
 from mac_rag.model import checkpoint
-from mac_rag.model.answer_digest import answer_digest
 from mac_rag.model.calibration import Calibration, read_calibration
 from mac_rag.model.factory import (
     make_hashed_bm25,
@@ -196,7 +195,7 @@ class MACModel(nn.Module):
 
         Args:
             folder: a new or empty folder.
-            dtype: dtype of the stored weights, which may be `torch.int8` (see `mac_rag.lm.int8_storage`); None keeps
+            dtype: dtype of the stored weights, which may be `torch.int8` (see `mac_rag.lm.loading.to_int8`); None keeps
                 each weight's own.
         """
         checkpoint.write(
@@ -315,7 +314,7 @@ class MACModel(nn.Module):
         Raises:
             ConfigError: if weights of the LM are offloaded and so cannot be read.
         """
-        return answer_digest(self._parts(), self.state_dict())
+        return checkpoint.answer_digest(self._parts(), self.state_dict())
 
     def _shared_embeddings(self) -> dict[str, Tensor]:
         """The base LM's embeddings, if an encoder shares them; otherwise empty."""

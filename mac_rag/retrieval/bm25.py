@@ -23,8 +23,7 @@ from numpy.typing import NDArray
 from mac_rag.data.types import Document
 from mac_rag.errors import ConfigError
 from mac_rag.retrieval import snapshot
-from mac_rag.retrieval.base import Hit, check_request
-from mac_rag.retrieval.rows import RowRetriever
+from mac_rag.retrieval.base import Hit, RowRetriever, check_request
 from mac_rag.untrusted_files import MalformedError
 
 KIND = "bm25"

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import heapq
 import json
+import os
+import ssl
 import stat
 import threading
 from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
+from urllib.parse import SplitResult, urlsplit
 
 import numpy as np
 from filelock import FileLock, Timeout
@@ -24,11 +27,31 @@ from mac_rag.retrieval.base import Hit, Retriever, check_documents, check_reques
 from mac_rag.retrieval.dense import Encoder, Vectors, check_finite
 from mac_rag.untrusted_files import METADATA_DEPTH, MalformedError, parse_json
 
+try:
+    import chromadb
+    import httpx
+    from chromadb.api.fastapi import FastAPI
+    from chromadb.api.models.Collection import Collection as ChromaCollection
+    from chromadb.config import Settings, System
+    from chromadb.errors import ChromaError, InternalError, error_types
+    from tenacity import (
+        Retrying,
+        retry_if_exception,
+        retry_if_exception_type,
+        stop_after_attempt,
+        wait_exponential,
+        wait_fixed,
+    )
+    from typing_extensions import override
+except ModuleNotFoundError:
+    raise ConfigError("a Chroma retriever needs chromadb: pip install 'mac-rag[chroma]'") from None
+
 COLLECTION = "mac_rag"
 
 _ENCODER = "mac_rag_encoder"  # key in the collection's metadata: fingerprint of the encoder
 _HASH, _METADATA = "content_hash", "metadata"  # keys in the record of a document
 _LOCK = "mac_rag.lock"
+_BATCH_BYTES = 8 << 20  # most bytes in one request; servers take much more
 _READS = 5  # attempts of a request that changes nothing
 _IDS = 4096  # most ids in one request; Chroma fails if there are more variables than its database takes
 
@@ -46,14 +69,13 @@ class ChromaRetriever(Retriever):
             that name. Only one process can open a folder, because two would lose each other's documents; any number can
             use a server.
         encoder: encoder of documents and questions.
-        batch_bytes: most bytes in one request; servers take much more than the default.
         headers: HTTP headers of each request to a server, for a proxy that checks them. They override the token in the
             environment variable `MAC_RAG_CHROMA_TOKEN`, which is sent as `Authorization: Bearer TOKEN`.
         timeout: most seconds that a server may take to answer.
 
     Raises:
-        ConfigError: if chromadb is missing, the address is malformed or has a password, a header cannot be sent, or
-            the collection was not made by mac_rag.
+        ConfigError: if the address is malformed or has a password, a header cannot be sent, or the collection was not
+            made by mac_rag.
         FingerprintError: if another encoder made the vectors of the collection.
         BankError: if the server does not answer, or another process has the folder open.
     """
@@ -63,18 +85,10 @@ class ChromaRetriever(Retriever):
         place: str | Path,
         encoder: Encoder,
         *,
-        batch_bytes: int = 8 << 20,
         headers: Mapping[str, str] | None = None,
         timeout: float = 60.0,
     ) -> None:
-        try:
-            import chromadb  # noqa: F401
-        except ImportError:
-            raise ConfigError("a Chroma retriever needs chromadb: pip install 'mac-rag[chroma]'") from None
-        from mac_rag.retrieval.chroma_server import ChromaServer, collection_name, request_headers
-
         self.encoder = encoder
-        self._batch_bytes = batch_bytes
         self._place = str(place)
         self._lock = threading.RLock()  # held during a change; Chroma itself lets others read meanwhile
         self._file_lock: FileLock | None = None
@@ -88,7 +102,8 @@ class ChromaRetriever(Retriever):
                 raise ConfigError(f"headers are for a server, and {self._place} is a folder; leave them out")
             else:
                 self._file_lock = _locked(Path(place))
-                self._client = _local_client(self._place)
+                settings = Settings(anonymized_telemetry=False)
+                self._client = chromadb.PersistentClient(self._place, settings=settings)
             self._collection = self._client.get_or_create_collection(
                 name,
                 embedding_function=None,
@@ -264,9 +279,6 @@ class ChromaRetriever(Retriever):
         Chroma looks ids up in one index and their records in another. If a document is deleted in between, that is an
         internal error.
         """
-        from chromadb.errors import InternalError
-        from tenacity import Retrying, retry_if_exception_type, stop_after_attempt, wait_fixed
-
         with self._errors():
             again = retry_if_exception_type(InternalError)
             return Retrying(retry=again, stop=stop_after_attempt(_READS), wait=wait_fixed(0.01), reraise=True)(request)
@@ -276,7 +288,7 @@ class ChromaRetriever(Retriever):
         first = size = 0
         for index, document in enumerate(documents):
             added = 4 * (len(document.text) + 8 * self.encoder.width)
-            if index > first and (index - first == self._batch or size + added > self._batch_bytes):
+            if index > first and (index - first == self._batch or size + added > _BATCH_BYTES):
                 yield slice(first, index)
                 first, size = index, 0
             size += added
@@ -286,14 +298,9 @@ class ChromaRetriever(Retriever):
     @contextmanager
     def _errors(self) -> Iterator[None]:
         """Turns errors of Chroma and of the connection to it into `BankError`."""
-        from chromadb.errors import ChromaError
-        from httpx import HTTPError
-
-        from mac_rag.retrieval.chroma_server import explained
-
         try:
             yield
-        except HTTPError as error:
+        except httpx.HTTPError as error:
             raise explained(error, self._place) from error
         except (ChromaError, ValueError) as error:
             raise BankError(f"Chroma refuses a request to {self._place}: {error}") from error
@@ -301,13 +308,6 @@ class ChromaRetriever(Retriever):
 
 def _best(hits: Iterable[Hit], k: int) -> list[Hit]:
     return sorted(hits, key=lambda hit: (-hit.score, hit.document_id))[:k]
-
-
-def _local_client(folder: str) -> Any:
-    import chromadb
-    from chromadb.config import Settings
-
-    return chromadb.PersistentClient(folder, settings=Settings(anonymized_telemetry=False))
 
 
 def _locked(folder: Path) -> FileLock:
@@ -408,3 +408,166 @@ def _embedding_functions(*values: Any) -> list[str]:
         if function is not None and not (isinstance(function, dict) and function.get("type") in ("legacy", "unknown")):
             names.add(str(function.get("name") if isinstance(function, dict) else function)[:40])
     return sorted(names)
+
+
+TOKEN = "MAC_RAG_CHROMA_TOKEN"  # environment variable
+
+_CONNECT_SECONDS = 10.0
+_ATTEMPTS = 4
+_FIRST_WAIT = 0.2  # seconds before the second attempt; they double
+_UNAVAILABLE = (502, 503, 504)
+
+
+class ChromaServer:
+    """A Chroma server, with the methods of chromadb's client that a `ChromaRetriever` calls.
+
+    chromadb's own client waits for a server forever, and raises bare exceptions with the text of a proxy. This one
+    makes chromadb's requests with a session of its own.
+
+    Args:
+        place: `http://HOST:PORT` or `https://HOST:PORT`.
+        headers: sent with each request.
+        timeout: most seconds that the server may take to answer.
+    """
+
+    def __init__(self, place: str, headers: Mapping[str, str], timeout: float) -> None:
+        parts = _split(place)
+        settings = Settings(
+            chroma_api_impl="chromadb.api.fastapi.FastAPI",
+            chroma_server_host=parts.hostname,
+            chroma_server_http_port=parts.port,
+            chroma_server_ssl_enabled=parts.scheme == "https",
+            anonymized_telemetry=False,
+        )
+        self._requests = _Requests(System(settings), headers, timeout)
+
+    def get_or_create_collection(
+        self, name: str, *, metadata: dict[str, Any], configuration: Any, embedding_function: None
+    ) -> ChromaCollection:
+        model = self._requests.get_or_create_collection(name, metadata=metadata, configuration=configuration)
+        return ChromaCollection(self._requests, model, embedding_function)
+
+    def get_max_batch_size(self) -> int:
+        return self._requests.get_max_batch_size()
+
+    def close(self) -> None:
+        self._requests._session.close()
+
+
+class _Requests(FastAPI):
+    """chromadb's requests with time-outs, and with retries, which are safe: ids are upserted and deleted."""
+
+    def __init__(self, system: System, headers: Mapping[str, str], timeout: float) -> None:
+        super().__init__(system)
+        # The headers are not in the settings, because their repr would show them.
+        self._session.headers.update(headers)
+        self._session.timeout = httpx.Timeout(timeout, connect=min(timeout, _CONNECT_SECONDS))
+        self._session.event_hooks = {"response": [_check]}
+        self._retrying = Retrying(
+            retry=retry_if_exception(_is_passing),
+            stop=stop_after_attempt(_ATTEMPTS),
+            wait=wait_exponential(_FIRST_WAIT),
+            reraise=True,
+        )
+
+    @override  # chromadb insists on the decorator
+    def _make_request(self, method: str, path: str, **kwargs: Any) -> Any:
+        return self._retrying(super()._make_request, method, path, **kwargs)
+
+
+def request_headers(headers: Mapping[str, str] | None) -> dict[str, str]:
+    """The headers of all requests: these, and the token in the environment, if there is one.
+
+    Raises:
+        ConfigError: for a header that HTTP cannot carry. The message does not contain its value, which is a secret.
+    """
+    token = os.environ.get(TOKEN)
+    values = {} if token is None else {TOKEN: token}
+    values |= {f"the header {name!r}": value for name, value in (headers or {}).items()}
+    for source, value in values.items():
+        if not value or not value.isascii() or not value.isprintable() or value != value.strip():
+            raise ConfigError(
+                f"{source} is empty, or has line breaks, spaces around it, or characters that are not ASCII; set it to "
+                "the value alone"
+            )
+    return ({} if token is None else {"Authorization": f"Bearer {token}"}) | dict(headers or {})
+
+
+def collection_name(place: str) -> str:
+    """The name of the collection in the address of a server; empty if it has none.
+
+    Raises:
+        ConfigError: for a malformed address, or one with a password.
+    """
+    return _split(place).path.strip("/")
+
+
+def explained(error: Exception, place: str) -> BankError:
+    """The error to raise for a failure of the connection."""
+    if isinstance(error, httpx.TimeoutException):
+        return BankError(
+            f"the Chroma server at {place} did not answer in time; check whether it is overloaded, or allow more time: "
+            "ChromaRetriever(timeout=SECONDS)"
+        )
+    if isinstance(error, httpx.HTTPStatusError):
+        status = error.response.status_code
+        if status in (401, 403):
+            return BankError(
+                f"the server at {place} refuses access ({status}); put its token into the environment variable "
+                f"{TOKEN}, or give ChromaRetriever(headers=...)"
+            )
+        return BankError(
+            f"the server that answers at {place} with status {status} is not a Chroma server, or cannot reach one; "
+            "check the address and the proxy in front of it"
+        )
+    if _is_certificate(error):
+        return BankError(
+            f"the certificate of {place} is not trusted; set SSL_CERT_FILE to the file of the authority that issued it"
+        )
+    return BankError(
+        f"no Chroma server answers at {place} ({error}); start one: chroma run --path FOLDER --host HOST --port PORT"
+    )
+
+
+def _split(place: str) -> SplitResult:
+    parts = urlsplit(place)
+    if "@" in parts.netloc or parts.query or parts.fragment:  # the message does not repeat what may be a password
+        raise ConfigError(
+            "the address of a Chroma server has a user, a password or a query, which would appear in logs and results; "
+            f"write http://HOST:PORT, and put a token into the environment variable {TOKEN}"
+        )
+    try:
+        is_complete = bool(parts.hostname) and parts.port is not None
+    except ValueError:
+        is_complete = False
+    if not is_complete:
+        raise ConfigError(
+            f"{place!r} is not the address of a Chroma server; write http://HOST:PORT or http://HOST:PORT/NAME"
+        )
+    return parts
+
+
+def _check(response: httpx.Response) -> None:
+    """Raises an `HTTPStatusError` for an error that is not Chroma's own; chromadb would raise a bare exception."""
+    if response.is_success:
+        return
+    response.read()
+    try:
+        body = response.json()
+    except ValueError:
+        body = None
+    if not (isinstance(body, dict) and body.get("error") in error_types) or response.status_code in _UNAVAILABLE:
+        response.raise_for_status()
+
+
+def _is_passing(error: BaseException) -> bool:
+    """True if the same request may succeed a moment later."""
+    if isinstance(error, httpx.HTTPStatusError):
+        return error.response.status_code in _UNAVAILABLE
+    return isinstance(error, httpx.NetworkError | httpx.RemoteProtocolError) and not _is_certificate(error)
+
+
+def _is_certificate(error: BaseException | None) -> bool:
+    while error is not None and not isinstance(error, ssl.SSLCertVerificationError):
+        error = error.__cause__ or error.__context__
+    return error is not None

@@ -20,8 +20,7 @@ from mac_rag.data.types import Document
 from mac_rag.errors import BankError, DocumentError, FingerprintError
 from mac_rag.progress import progress_bar
 from mac_rag.retrieval import snapshot
-from mac_rag.retrieval.base import Hit, check_request
-from mac_rag.retrieval.rows import RowRetriever
+from mac_rag.retrieval.base import Hit, RowRetriever, check_request
 from mac_rag.untrusted_files import MalformedError, open_file, parse_json, read_file
 
 Vectors: TypeAlias = NDArray[np.float32]  # [N, D]
@@ -71,14 +70,12 @@ class DenseRetriever(RowRetriever):
         folder: folder for vectors while documents are being encoded, so that an interrupted `add` continues where it
             stopped, in this process or another; None to start over.
         progress: True to show a progress bar while documents are encoded.
-        max_scores: most scores (questions times documents) that are computed at once.
     """
 
-    def __init__(
-        self, encoder: Encoder, *, folder: Path | None = None, progress: bool = False, max_scores: int = 16_000_000
-    ) -> None:
+    _most_scores = 16_000_000  # questions times documents that are scored at once
+
+    def __init__(self, encoder: Encoder, *, folder: Path | None = None, progress: bool = False) -> None:
         self.encoder = encoder
-        self._max_scores = max_scores
         self._cache = None if folder is None else EmbeddingCache(folder, encoder.fingerprint, encoder.width)
         self._progress = progress
         super().__init__()
@@ -121,7 +118,7 @@ class DenseRetriever(RowRetriever):
             rows = np.arange(self._rows.size) if mask is None else np.flatnonzero(mask)
             if not len(rows):
                 return [[] for _ in questions]
-            block = max(1, self._max_scores // len(rows))
+            block = max(1, self._most_scores // len(rows))
             hits = []
             for first in range(0, len(vectors), block):
                 for scores in self._scores(vectors[first : first + block], rows):

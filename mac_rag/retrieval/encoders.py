@@ -23,10 +23,9 @@ from transformers import (
 from mac_rag.errors import ModelLoadError
 from mac_rag.lm.batching import length_buckets, pad_rows
 from mac_rag.lm.devices import default_device
-from mac_rag.lm.hub_revisions import check_modules, pinned, split_revision
 from mac_rag.lm.loading import loaded
 from mac_rag.lm.minilm import minilm_folder
-from mac_rag.lm.model_sizes import check_size
+from mac_rag.lm.model_folders import check_modules, check_size, pinned, split_revision
 from mac_rag.nn.unpadded_bert import last_states_without_gradients
 from mac_rag.retrieval.dense import Vectors
 

@@ -32,7 +32,7 @@ class HybridRetriever(Retriever):
     Examples:
         >>> from mac_rag.data.types import Document
         >>> from mac_rag.retrieval import BM25Retriever, HybridRetriever
-        >>> hybrid = HybridRetriever([BM25Retriever(idf="lucene"), BM25Retriever(idf="okapi")], weights=[2, 1])
+        >>> hybrid = HybridRetriever([BM25Retriever(), BM25Retriever("rank_bm25")], weights=[2, 1])
         >>> hybrid.add([Document("bridge", "Anna Berg opened the bridge."), Document("river", "A ferry on the river.")])
         >>> [hits] = hybrid.retrieve(["Who opened the bridge?"], k=5)
         >>> [(hit.document_id, round(hit.score, 3)) for hit in hits]  # rank 1 for both: (2 + 1) / 61

@@ -77,6 +77,11 @@ def no_such_model(name: str) -> APIError:
     )
 
 
+def closing(what: str) -> APIError:
+    """The error for work that comes while a bank or the server is closing; `what` is not done because of it."""
+    return APIError(503, f"{what}; try again", code="closing", retry_after=5)
+
+
 def error_of(error: MACError) -> APIError:
     """The response to an error of the library. It never holds a path of the server."""
     message = _PATH.sub("(a folder of the server)", str(error))

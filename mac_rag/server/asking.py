@@ -12,7 +12,7 @@ from mac_rag.lm.chat import Message
 from mac_rag.lm.decoding import GREEDY, Sampling
 from mac_rag.lm.prompt import FittedPrompt
 from mac_rag.retrieval.base import Hit
-from mac_rag.server.served_bank import ServedBank
+from mac_rag.server.catalog import ServedBank
 from mac_rag.sources import texts_read
 
 if TYPE_CHECKING:

@@ -20,7 +20,7 @@ from mac_rag.data.readers import read_good_documents
 from mac_rag.data.types import Document
 from mac_rag.errors import DataError
 from mac_rag.server.api_errors import APIError
-from mac_rag.server.jobs import Job, LeftOut
+from mac_rag.server.catalog import ServedBank
 from mac_rag.server.keys import Principal
 from mac_rag.server.requests import (
     Admin,
@@ -32,8 +32,7 @@ from mac_rag.server.requests import (
     StrictRoute,
     Writer,
 )
-from mac_rag.server.served_bank import ServedBank
-from mac_rag.server.service import Service
+from mac_rag.server.service import Job, LeftOut, Service
 
 _PIECE = 1 << 20
 _MOST_FILES = 100
@@ -91,7 +90,7 @@ def routes(service: Service) -> APIRouter:
 
     @router.post("/banks/{name}/compact")
     async def compact(name: str, who: Admin) -> dict[str, Any]:
-        """Removes what is left of deleted documents from the disk."""
+        """Makes the bank's file as small as its contents."""
         bank = service.bank(name, who)
 
         def work(_: object) -> dict[str, Any]:

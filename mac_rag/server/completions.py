@@ -22,9 +22,9 @@ from mac_rag.lm.chat import Message
 from mac_rag.lm.decoding import Sampling
 from mac_rag.server.api_errors import APIError, error_of, no_such_model, unexpected
 from mac_rag.server.asking import Reply, ServedQuestion
+from mac_rag.server.catalog import ServedBank
 from mac_rag.server.keys import Principal
 from mac_rag.server.requests import AnswerRequest, ChatRequest, CompletionRequest, EmbeddingRequest, Reader, StrictRoute
-from mac_rag.server.served_bank import ServedBank
 from mac_rag.server.service import EMBEDDING_MODEL, Service
 from mac_rag.sources import source_record
 
@@ -125,16 +125,11 @@ class _Shape:
         notes: what the client should know about its request.
     """
 
-    kind = ""
-    piece_kind = ""
+    prefix = kind = piece_kind = ""
 
     def __init__(self, model: str, notes: list[str]) -> None:
         self._head = {"id": f"{self.prefix}-{token_hex(12)}", "created": int(time.time()), "model": model}
         self._notes = notes
-
-    @property
-    def prefix(self) -> str:
-        return "cmpl"
 
     def choice(self, index: int, reply: Reply) -> dict[str, Any]:
         raise NotImplementedError
@@ -174,11 +169,7 @@ class _Shape:
 
 
 class _Chat(_Shape):
-    kind, piece_kind = "chat.completion", "chat.completion.chunk"
-
-    @property
-    def prefix(self) -> str:
-        return "chatcmpl"
+    prefix, kind, piece_kind = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
     def choice(self, index: int, reply: Reply) -> dict[str, Any]:
         return {"index": index, "message": {"role": "assistant", "content": reply.text, "refusal": None}}
@@ -189,6 +180,7 @@ class _Chat(_Shape):
 
 
 class _Completion(_Shape):
+    prefix = "cmpl"
     kind = piece_kind = "text_completion"
 
     def choice(self, index: int, reply: Reply) -> dict[str, Any]:

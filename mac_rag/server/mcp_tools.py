@@ -6,7 +6,8 @@ import hashlib
 import logging
 import sys
 from collections.abc import Awaitable, Callable
-from typing import Any, TypeVar
+from functools import wraps
+from typing import Any, ParamSpec
 
 from mcp.server.mcpserver import Context, MCPServer
 from mcp.server.mcpserver.exceptions import ToolError
@@ -19,7 +20,7 @@ from mac_rag.server.asking import ServedQuestion
 from mac_rag.server.keys import ANYONE, Principal, Scope
 from mac_rag.server.service import Service
 
-_T = TypeVar("_T")
+_Arguments = ParamSpec("_Arguments")
 _INSTRUCTIONS = (
     "A long-term memory. `remember` keeps a text in a bank, `ask` answers a question from what a bank remembers, "
     "`search` finds the texts themselves, `list` shows banks and documents, `forget` deletes a document."
@@ -32,78 +33,63 @@ def make_tools(service: Service) -> MCPServer[Any]:
     server: MCPServer[Any] = MCPServer("mac_rag", instructions=_INSTRUCTIONS, log_level="WARNING")
 
     @server.tool()
+    @_with_tool_errors
     async def remember(context: Context[Any, Any], text: str, bank: str, id: str | None = None) -> dict[str, Any]:
         """Remember a text in a bank. A known id replaces its text; without an id, one is made from the text."""
-
-        async def work() -> dict[str, Any]:
-            who = _principal(context, "write")
-            name = id or f"note-{hashlib.sha256(text.encode('utf-8', 'surrogatepass')).hexdigest()[:16]}"
-            document, place = Document(name, text), service.bank(bank, who)
-            if len(text) > service.limits.document_characters:
-                most = service.limits.document_characters
-                raise APIError(400, f"the text has {len(text):,} characters, and {most:,} are the most; split it")
-            Member.of(document)
-            report = await service.writes.run(lambda _: place.put([document]))
-            service.audit.note(who.name, "documents.put", bank, added=report.added, updated=report.updated)
-            return {"id": name, "documents": len(place)}
-
-        return await _with_tool_errors(work)
+        who = _principal(context, "write")
+        name = id or f"note-{hashlib.sha256(text.encode('utf-8', 'surrogatepass')).hexdigest()[:16]}"
+        document, place = Document(name, text), service.bank(bank, who)
+        if len(text) > service.limits.document_characters:
+            most = service.limits.document_characters
+            raise APIError(400, f"the text has {len(text):,} characters, and {most:,} are the most; split it")
+        Member.of(document)
+        report = await service.writes.run(lambda _: place.put([document]))
+        service.audit.note(who.name, "documents.put", bank, added=report.added, updated=report.updated)
+        return {"id": name, "documents": len(place)}
 
     @server.tool()
+    @_with_tool_errors
     async def ask(context: Context[Any, Any], question: str, bank: str, as_of: str | None = None) -> dict[str, Any]:
         """Answer a question from what a bank remembers, with the documents and sentences that the answer rests on."""
-
-        async def work() -> dict[str, Any]:
-            place = service.bank(bank, _principal(context, "read"))
-            one = ServedQuestion(service.checked_question(question), place, as_of=as_of, sources=_SOURCES)
-            [reply] = await service.questions.run(lambda gone: service.asking.answer([one], gone))
-            sources = [
-                {"id": source.document_id, "attention": source.share, "sentence": source.sentence}
-                for source in reply.sources
-            ]
-            return {"answer": reply.text, "sources": sources, "retrieved": reply.retrieved}
-
-        return await _with_tool_errors(work)
+        place = service.bank(bank, _principal(context, "read"))
+        one = ServedQuestion(service.checked_question(question), place, as_of=as_of, sources=_SOURCES)
+        [reply] = await service.questions.run(lambda gone: service.asking.answer([one], gone))
+        sources = [
+            {"id": source.document_id, "attention": source.share, "sentence": source.sentence}
+            for source in reply.sources
+        ]
+        return {"answer": reply.text, "sources": sources, "retrieved": reply.retrieved}
 
     @server.tool()
+    @_with_tool_errors
     async def forget(context: Context[Any, Any], id: str, bank: str) -> dict[str, Any]:
         """Delete a document from a bank, for good."""
-
-        async def work() -> dict[str, Any]:
-            who = _principal(context, "write")
-            place = service.bank(bank, who)
-            gone = await service.writes.run(lambda _: place.forget([id]))
-            if gone:
-                service.audit.note(who.name, "documents.delete", bank, ids=gone)
-            return {"forgotten": gone}
-
-        return await _with_tool_errors(work)
+        who = _principal(context, "write")
+        place = service.bank(bank, who)
+        gone = await service.writes.run(lambda _: place.forget([id]))
+        if gone:
+            service.audit.note(who.name, "documents.delete", bank, ids=gone)
+        return {"forgotten": gone}
 
     @server.tool(name="list")
+    @_with_tool_errors
     async def list_all(context: Context[Any, Any], bank: str | None = None, after: str | None = None) -> dict[str, Any]:
         """List the banks, or the documents of a bank, a hundred at a time; `after`: last id of the page before."""
-
-        async def work() -> dict[str, Any]:
-            who = _principal(context, "read")
-            if bank is None:
-                return {"banks": [{"name": one.name, "documents": len(one)} for one in service.banks(who)]}
-            place = service.bank(bank, who)
-            page, more = await service.reads.run(lambda _: place.listing(after, 100))
-            return {"documents": page, "has_more": more}
-
-        return await _with_tool_errors(work)
+        who = _principal(context, "read")
+        if bank is None:
+            return {"banks": [{"name": one.name, "documents": len(one)} for one in service.banks(who)]}
+        place = service.bank(bank, who)
+        page, more = await service.reads.run(lambda _: place.listing(after, 100))
+        return {"documents": page, "has_more": more}
 
     @server.tool()
+    @_with_tool_errors
     async def search(context: Context[Any, Any], query: str, bank: str, k: int = 5) -> dict[str, Any]:
         """Find the texts in a bank that match a query best."""
-
-        async def work() -> dict[str, Any]:
-            place = service.bank(bank, _principal(context, "read"))
-            text, most = service.checked_question(query), max(1, min(k, 100))
-            hits = await service.questions.run(lambda _: service.asking.search(place, text, most, None, None))
-            return {"hits": [{"id": hit.document_id, "score": hit.score, "text": hit.text} for hit in hits]}
-
-        return await _with_tool_errors(work)
+        place = service.bank(bank, _principal(context, "read"))
+        text, most = service.checked_question(query), max(1, min(k, 100))
+        hits = await service.questions.run(lambda _: service.asking.search(place, text, most, None, None))
+        return {"hits": [{"id": hit.document_id, "score": hit.score, "text": hit.text} for hit in hits]}
 
     return server
 
@@ -130,11 +116,18 @@ def _principal(context: Context[Any, Any], scope: Scope) -> Principal:
     return who
 
 
-async def _with_tool_errors(work: Callable[[], Awaitable[_T]]) -> _T:
-    """Does the work, and raises its errors as `ToolError` with the messages that HTTP responses have."""
-    try:
-        return await work()
-    except APIError as error:
-        raise ToolError(error.message) from None
-    except MACError as error:
-        raise ToolError(error_of(error).message) from None
+def _with_tool_errors(
+    tool: Callable[_Arguments, Awaitable[dict[str, Any]]],
+) -> Callable[_Arguments, Awaitable[dict[str, Any]]]:
+    """The tool, which raises its errors as `ToolError` with the messages that HTTP responses have."""
+
+    @wraps(tool)
+    async def called(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> dict[str, Any]:
+        try:
+            return await tool(*args, **kwargs)
+        except APIError as error:
+            raise ToolError(error.message) from None
+        except MACError as error:
+            raise ToolError(error_of(error).message) from None
+
+    return called

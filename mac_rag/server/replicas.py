@@ -16,9 +16,8 @@ from mac_rag.errors import CancelledError, ConfigError, FingerprintError, MACErr
 from mac_rag.model import MACModel
 from mac_rag.server.api_errors import APIError, no_such_bank
 from mac_rag.server.asking import Asking, Reply, ServedQuestion
-from mac_rag.server.catalog import open_bank
+from mac_rag.server.catalog import ServedBank, open_bank
 from mac_rag.server.metrics import Banks, Metrics
-from mac_rag.server.served_bank import ServedBank
 from mac_rag.server.workers import Workers
 
 _LOOK = 0.2  # seconds between two checks whether somebody still waits

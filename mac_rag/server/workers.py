@@ -8,7 +8,7 @@ from collections.abc import AsyncGenerator, Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from mac_rag.server.api_errors import APIError
+from mac_rag.server.api_errors import APIError, closing
 
 if TYPE_CHECKING:
     from starlette.requests import Request
@@ -127,9 +127,7 @@ class Workers:
     def _start(self, work: Callable[[], _T], units: int) -> Future[_T]:
         with self._lock:
             if self._closing:
-                raise APIError(
-                    503, "the server is closing, so nothing was done; try again", code="closing", retry_after=5
-                )
+                raise closing("the server is closing, so nothing was done")
             # A request that exceeds the bound by itself is taken if nothing else is pending.
             if self.pending and self.pending + units > self._most:
                 raise APIError(

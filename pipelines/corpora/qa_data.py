@@ -22,7 +22,6 @@ from safetensors.numpy import load as load_arrays
 from safetensors.numpy import save as array_bytes
 
 from mac_rag.atomic_files import make_folder, sync_folder, write_file
-from mac_rag.cache import cache_folder
 from mac_rag.cli.terminal import say
 from mac_rag.config import Config
 from mac_rag.data import load_dataset
@@ -31,6 +30,7 @@ from mac_rag.data.metrics import normalize
 from mac_rag.data.newswire.generate import generate
 from mac_rag.data.types import Document, QADataset, Question
 from mac_rag.errors import ConfigError, DataError
+from mac_rag.lm.fetched import cache_folder
 from mac_rag.progress import progress_bar
 from mac_rag.retrieval import BM25Retriever, DenseRetriever, HybridRetriever, Retriever
 from mac_rag.retrieval.registry import check_name, make_retriever, needs_folder

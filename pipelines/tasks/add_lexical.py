@@ -24,7 +24,7 @@ class AddLexicalConfig(Config):
 
     Attributes:
         weight: weight of the lexical vectors' product beside the cosine in the document prior.
-        store_dtype: dtype of the stored weights; see `mac_rag.lm.int8_storage` for int8.
+        store_dtype: dtype of the stored weights; see `mac_rag.lm.loading.to_int8`.
     """
 
     start_from: str

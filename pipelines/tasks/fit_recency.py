@@ -47,7 +47,7 @@ class FitRecencyConfig(Config):
         start_from: a MAC checkpoint with a document prior, name or folder.
         data: documents with dates, of which some are newer versions of others, and questions about them. Of newswire,
             half of the stories should be updated (`update_rate: 0.5`), so that both sides of the choice are learned.
-        store_dtype: dtype of the weights in the checkpoint; see `mac_rag.lm.int8_storage` for int8.
+        store_dtype: dtype of the weights in the checkpoint; see `mac_rag.lm.loading.to_int8`.
     """
 
     start_from: str

@@ -79,7 +79,7 @@ class TrainConfig(Config):
         curriculum: the first steps; None for whole documents and all losses from the start.
         tune_base_lm: `frozen`, or joint training of all weights (`full`) or of low-rank updates that are merged at the
             end (`lora`).
-        store_dtype: dtype of the weights in exported checkpoints; see `mac_rag.lm.int8_storage` for int8.
+        store_dtype: dtype of the weights in exported checkpoints; see `mac_rag.lm.loading.to_int8`.
     """
 
     model: MACConfig | None = None

@@ -82,12 +82,6 @@ def test_delete_and_compact(bank: Path) -> None:
     assert b"r[1]" not in bank.read_bytes()
 
 
-def test_a_bank_that_was_emptied_is_filled_again(model: str, bank: Path, notes: list[str]) -> None:
-    assert run("bank", "delete", notes[0], notes[1], "r[1]", "r2", "--bank", bank).exit_code == 0
-    assert run("adapt", *notes, "--bank", bank, "--model", model).stdout.startswith("4 added")
-    assert len(MemoryBank.open(bank)) == 4
-
-
 def test_deleting_one_of_several_that_are_one_entry_names_the_others(model: str, bank: Path) -> None:
     again = run("adapt", "-", "--bank", bank, "--model", model, "--max-entries", 1)
     assert again.exit_code != 0  # nothing on standard input

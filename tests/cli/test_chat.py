@@ -122,9 +122,7 @@ def prompts_of(
     return engine, prompts
 
 
-def test_a_chat_reads_what_was_said_and_another_format_does_not(
-    checkpoint: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_only_a_chat_format_reads_what_was_said(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
     engine, prompts = prompts_of(checkpoint, ["Who opened the harbour?", "Which bridge was closed?"])
     assert capsys.readouterr().out == "answer 1\\u001b.\nanswer 2\\u001b.\n"
     written = [engine.model.base_lm.prompts.tokenizer.decode(prompt.ids) for prompt in prompts]

@@ -69,30 +69,27 @@ def test_a_missing_column_is_named(tmp_path: Path, column: str) -> None:
         read_archivalqa(file, "test")
 
 
-@pytest.mark.parametrize("column", ["question", "answer", "para_id", "date", "ans_paragraph"])
-def test_an_empty_cell_is_named(tmp_path: Path, column: str) -> None:
-    file = write(tmp_path / "test.csv", {}, {column: " "})
-    with pytest.raises(DataError, match=rf"test.csv, row 2 \(line 4\), column '{column}': the cell is empty"):
-        read_archivalqa(file, "test")
-
-
-@pytest.mark.parametrize("date", ["None-None-None", "1998-9-5", "19980905", "1998-02-30"])
-def test_a_date_of_another_form_is_named(tmp_path: Path, date: str) -> None:
-    file = write(tmp_path / "test.csv", {"date": date})
-    with pytest.raises(DataError, match=rf"row 1 .*, column 'date': '{date}' is not a date"):
-        read_archivalqa(file, "test")
-
-
-@pytest.mark.parametrize("change", [{"ans_paragraph": "Another text."}, {"title": "GOLF"}, {"date": "1999-01-01"}])
-def test_one_id_for_two_documents_is_refused(tmp_path: Path, change: dict[str, str]) -> None:
-    file = write(tmp_path / "test.csv", {}, change)
-    with pytest.raises(DataError, match=r"row 2 .*, column 'para_id': '1043631_15' names a document with another"):
-        read_archivalqa(file, "test")
-
-
-def test_one_id_for_two_questions_is_refused(tmp_path: Path) -> None:
-    file = write(tmp_path / "test.csv", {"id": "test_1"}, {"id": "test_1"})
-    with pytest.raises(DataError, match=r"row 2 .*, column 'id': 'test_1' is the id of another question"):
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        *(
+            ([{}, {column: " "}], rf"row 2 \(line 4\), column '{column}': the cell is empty")
+            for column in ("question", "answer", "para_id", "date", "ans_paragraph")
+        ),
+        *(
+            ([{"date": date}], rf"row 1 .*, column 'date': '{date}' is not a date")
+            for date in ("None-None-None", "1998-9-5", "19980905", "1998-02-30")
+        ),
+        *(
+            ([{}, change], r"row 2 .*, column 'para_id': '1043631_15' names a document with another")
+            for change in ({"ans_paragraph": "Another text."}, {"title": "GOLF"}, {"date": "1999-01-01"})
+        ),
+        ([{"id": "test_1"}] * 2, r"row 2 .*, column 'id': 'test_1' is the id of another question"),
+    ],
+)
+def test_a_malformed_row_is_named(tmp_path: Path, rows: list[dict[str, str]], message: str) -> None:
+    file = write(tmp_path / "test.csv", *rows)
+    with pytest.raises(DataError, match=f"test.csv, {message}"):
         read_archivalqa(file, "test")
 
 
@@ -125,9 +122,7 @@ def datasets(draw: st.DrawFn) -> QADataset:
 
 @settings(max_examples=100, deadline=None)
 @given(dataset=datasets())
-def test_whatever_is_written_is_read_back_identically(
-    dataset: QADataset, tmp_path_factory: pytest.TempPathFactory
-) -> None:
+def test_what_is_written_is_read_back_identically(dataset: QADataset, tmp_path_factory: pytest.TempPathFactory) -> None:
     file = tmp_path_factory.mktemp("round-trip") / "any.csv"
     write_archivalqa(dataset, file)
     again = read_archivalqa(file, "train")

@@ -30,11 +30,6 @@ def test_a_stream_is_cut_to_its_first_documents_with_their_questions(tmp_path: P
     assert load_dataset("archivalqa", "val", tmp_path, documents=99).documents == written.documents
 
 
-def test_streamingqa_is_read_from_its_folder(tmp_path: Path) -> None:
-    (tmp_path / "qa_val.csv").write_text("text,question,answers\nText.,q?,a\n")
-    assert load_dataset("streamingqa", "qa_val", str(tmp_path)).name == "streamingqa"
-
-
 @pytest.mark.parametrize(
     ("arguments", "options", "message"),
     [
@@ -43,15 +38,10 @@ def test_streamingqa_is_read_from_its_folder(tmp_path: Path) -> None:
         (("streamingqa", "qa_lt"), {}, "choose one of train, val, test, qa_train, qa_val"),
         (("newswire", "test"), {"documents": 0}, "at least 1, got 0"),
         (("newswire", "test", "here"), {}, "generated and reads no path, got here"),
-        (("newswire", "test"), {"hub": True}, "hub=True downloads SQuAD"),
-        (("squad", "test", "here"), {"hub": True}, "load squad without a path"),
-        (("squad", "test"), {}, "squad needs the path of its files; give it, or hub=True"),
         (("archivalqa", "test"), {}, "archivalqa needs the path of its files; give it$"),
     ],
 )
-def test_a_request_that_cannot_be_met_is_named(
-    arguments: tuple[str, ...], options: dict[str, Any], message: str
-) -> None:
+def test_impossible_requests_are_named(arguments: tuple[str, ...], options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         load_dataset(*arguments, **options)
 

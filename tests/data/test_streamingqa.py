@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from mac_rag.data.streamingqa import SPLITS, read_streamingqa
+from mac_rag.data import load_dataset
+from mac_rag.data.archivalqa import STREAMINGQA_SPLITS, read_streamingqa
 from mac_rag.errors import DataError
 
 
@@ -39,32 +40,25 @@ def test_the_shortest_answer_comes_first_and_the_others_are_kept_once(tmp_path: 
 
 def test_a_file_can_be_named_instead_of_its_folder(tmp_path: Path) -> None:
     write(tmp_path, "test", ("Text.", "q?", "a"))
-    assert read_streamingqa(tmp_path / "test.csv", "test") == read_streamingqa(tmp_path, "test")
+    assert read_streamingqa(tmp_path / "test.csv", "test") == load_dataset("streamingqa", "test", tmp_path)
 
 
 @pytest.mark.parametrize(
-    ("row", "column"),
-    [((" ", "q?", "a"), "text"), (("Text.", "", "a"), "question"), (("Text.", "q?", ""), "answers")],
+    ("row", "message"),
+    [
+        ((" ", "q?", "a"), "'text': the cell is empty"),
+        (("Text.", "", "a"), "'question': the cell is empty"),
+        (("Text.", "q?", ""), "'answers': the cell is empty"),
+        (("Text.", "q?", "\\ \\"), "'answers': it holds separators but no answer"),
+    ],
 )
-def test_an_empty_cell_is_named(tmp_path: Path, row: tuple[str, str, str], column: str) -> None:
+def test_a_malformed_row_is_named(tmp_path: Path, row: tuple[str, str, str], message: str) -> None:
     write(tmp_path, "test", ("Text.", "q?", "a"), row)
-    with pytest.raises(DataError, match=rf"test.csv, row 2 \(line 3\), column '{column}': the cell is empty"):
+    with pytest.raises(DataError, match=rf"test.csv, row 2 \(line 3\), column {message}"):
         read_streamingqa(tmp_path, "test")
 
 
-def test_separators_without_an_answer_are_named(tmp_path: Path) -> None:
-    write(tmp_path, "test", ("Text.", "q?", "\\ \\"))
-    with pytest.raises(DataError, match=r"row 1 .* column 'answers': it holds separators but no answer"):
-        read_streamingqa(tmp_path, "test")
-
-
-def test_a_missing_column_is_named(tmp_path: Path) -> None:
-    (tmp_path / "test.csv").write_text("text,question\nText.,q?\n")
-    with pytest.raises(DataError, match=r"test\.csv: missing column 'answers'"):
-        read_streamingqa(tmp_path, "test")
-
-
-@pytest.mark.parametrize("split", SPLITS)
+@pytest.mark.parametrize("split", STREAMINGQA_SPLITS)
 def test_a_split_is_the_file_of_its_name(tmp_path: Path, split: str) -> None:
     with pytest.raises(DataError, match=f"{split}.csv cannot be read"):
         read_streamingqa(tmp_path, split)

@@ -65,11 +65,7 @@ def test_questions_have_the_paragraph_and_moment_of_their_answer(tmp_path: Path)
     assert dataset.questions == (
         Question("/wiki/Tom_Webb#P54-1", text, ("Lund", "Lund FC"), "Tom_Webb#2", "2003-02-28"),
         Question(
-            "/wiki/Tom_Webb#P54-2",
-            "Which team did he play for in 2004?",
-            ("Kell United",),
-            "Tom_Webb#4",
-            "2004-12-31",
+            "/wiki/Tom_Webb#P54-2", "Which team did he play for in 2004?", ("Kell United",), "Tom_Webb#4", "2004-12-31"
         ),
     )
     [note] = dataset.notes

@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from eval.harness.results import Result
 from mac_rag.cli.run import run_command
-from tests.eval.helpers import Command
+from tests.eval.helpers import Command, Evaluate, Evaluated
 
 
 @pytest.fixture
@@ -24,6 +25,20 @@ def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
             run_command(importlib.import_module(module).main)
         shown = capsys.readouterr()
         return int(end.value.code or 0), shown.out, shown.err
+
+    return run
+
+
+@pytest.fixture
+def evaluate(command: Command, tiny_checkpoint: Path, tmp_path: Path) -> Evaluate:
+    """Runs an experiment to its end, on the tiny model unless another one is named; gives what it wrote and printed."""
+
+    def run(experiment: str, *arguments: object, model: object = tiny_checkpoint) -> Evaluated:
+        code, shown, errors = command(f"eval.{experiment}", *arguments, "--model", model, "--output", "r.json")
+        assert code == 0, errors
+        result = Result.read(tmp_path / "r.json")
+        rows = {row.name: row for row in result.rows}
+        return Evaluated(result, rows, result.read_samples(tmp_path / "r.json"), shown)
 
     return run
 

@@ -3,13 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from eval.harness.results import Commit, Data, Model, Result, Row, Sample, Verdict
 from mac_rag.data.types import Question
 
 # Runs `python -m <module> <arguments>`; returns exit code, standard output and standard error.
 Command = Callable[..., tuple[int, str, str]]
+
+
+class Evaluated(NamedTuple):
+    """What an experiment wrote, its rows by their names, and what it printed."""
+
+    result: Result
+    rows: dict[str, Row]
+    samples: tuple[Sample, ...]
+    shown: str
+
+
+Evaluate = Callable[..., Evaluated]
 COMMIT = Commit(commit="0123456789abcdef0123456789abcdef01234567", dirty=False)
 
 

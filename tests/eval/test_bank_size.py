@@ -1,4 +1,4 @@
-"""Answers against the size of the bank: which bank each question meets, and the prior switched off and on again."""
+"""Answers against the size of the bank and the way of aggregation: which bank each question meets, and its rows."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from mac_rag.config import AggregationConfig
 from mac_rag.data.newswire.generate import generate
 from mac_rag.engine import MACEngine
 from mac_rag.model import MACModel
-from tests.eval.helpers import Command
+from tests.eval.helpers import Command, Evaluate
 from tests.helpers import mac_config
 
 STREAM = generate("test", 12, seed=3)
@@ -73,29 +73,63 @@ def test_the_prior_is_switched_off_only_while_it_is_measured(tiny_model: MACMode
     assert answers[True] != answers[False]
 
 
-def test_command(command: Command, tiny_checkpoint: Path, tmp_path: Path) -> None:
-    arguments = ("--model", tiny_checkpoint, "--sizes", "4,20", "--questions", "10", "--output", "curve.json")
-    code, shown, _ = command("eval.bank_size", *arguments)
-    assert code == 0
+def test_rows_with_and_without_the_prior(evaluate: Evaluate) -> None:
+    _, rows, samples, shown = evaluate("bank_size", "--sizes", "4,20", "--questions", "10")
     assert shown.splitlines()[0] == "Generated newswire: 20 documents, 10 questions, split test"
-    result = Result.read(tmp_path / "curve.json")
-    assert [(row.name, row.documents, row.questions) for row in result.rows] == [
+    assert [(row.name, row.documents, row.questions) for row in rows.values()] == [
         ("4 documents, with prior", 4, 10),
         ("4 documents, without prior", 4, 10),
         ("20 documents, with prior", 20, 10),
         ("20 documents, without prior", 20, 10),
     ]
-    assert all(row.name in shown for row in result.rows)
-    samples = result.read_samples(tmp_path / "curve.json")
+    assert all(name in shown for name in rows)
     assert len(samples) == 10
 
 
-def test_a_model_without_a_prior_is_measured_without_it(
-    command: Command, model_folder: Callable[[str], Path], tmp_path: Path
-) -> None:
+def test_a_model_may_have_no_prior(command: Command, model_folder: Callable[[str], Path], tmp_path: Path) -> None:
     plain = AggregationConfig(blocks=1, heads=2, head_width=8)
     MACModel.from_config(mac_config(model_folder("llama"), aggregation=plain)).save_pretrained(tmp_path / "plain")
     arguments = ("--model", tmp_path / "plain", "--sizes", "3", "--questions", "3", "--output", "r.json")
     code, _, _ = command("eval.bank_size", *arguments)
     assert code == 0
     assert [row.name for row in Result.read(tmp_path / "r.json").rows] == ["3 documents, without prior"]
+
+
+SIZES = ("--documents", 16, "--questions", 6, "--batch-size", 4)
+
+
+def test_hierarchical(evaluate: Evaluate, tiny_checkpoint: Path) -> None:
+    result, rows, samples, _ = evaluate("aggregation", "hierarchical", *SIZES, "--subgroups", "2,8")
+    assert list(rows) == ["full", "streaming", "hierarchical, M = 2", "hierarchical, M = 8"]
+    assert rows["hierarchical, M = 8"].settings == {"method": "hierarchical", "entries": 16, "M": 8}
+    full = rows["full"]
+    assert full.measures["memory_kept"] == 100
+    for row in rows.values():
+        kept = row.measures["memory_kept"]
+        assert abs(kept - 100 * row.measures["peak_mb"] / full.measures["peak_mb"]) < 1e-9
+    assert len(samples) == 6
+    assert all(sample.rows["streaming"] == sample.rows["full"] for sample in samples)
+    assert result.config["model"] == str(tiny_checkpoint)
+
+
+def test_subgroups_of_one_are_refused(command: Command) -> None:
+    code, _, errors = command("eval.aggregation", "hierarchical", "--subgroups", "1,4")
+    assert code == 1
+    assert "--subgroups must be at least 2" in errors
+
+
+def test_reduction(evaluate: Evaluate) -> None:
+    rows = evaluate("aggregation", "reduction", *SIZES).rows
+    assert next(iter(rows)) == "whole bank"
+    assert len(rows) == 1 + 3 * 3
+    for share, entries in ((75, 12), (50, 8), (25, 4)):
+        row = rows[f"nearest averaging, {share} %"]
+        assert row.settings == {"method": "nearest averaging", "entries": entries}
+        assert row.measures["bank_mb"] * 16 == pytest.approx(rows["whole bank"].measures["bank_mb"] * entries)
+
+
+def test_the_papers_scale_needs_data(command: Command) -> None:
+    for names in (("eval.aggregation", "hierarchical"), ("eval.aggregation", "reduction"), ("eval.cross_attention",)):
+        code, _, errors = command(*names, "--scale", "paper")
+        assert code == 1
+        assert "give one with --data" in errors

@@ -1,4 +1,4 @@
-"""The benchmark commands on a real, untrained model: what they read, print and write, and what they refuse."""
+"""The benchmark commands on a real, untrained model: what they read, print, write and export, and what they refuse."""
 
 from __future__ import annotations
 
@@ -8,22 +8,19 @@ from pathlib import Path
 
 import pytest
 
-from eval.harness.results import Data, Result, Sample
+from eval.harness.results import writable_folder
+from eval.harness.results import Data, Result
+from eval.multi_document import all_retrieved
 from eval.qa import named_columns
 from mac_rag.data.archivalqa import write_archivalqa
 from mac_rag.data.newswire.generate import generate
+from mac_rag.data.newswire.multi_document import generate_multi_document
 from mac_rag.errors import ConfigError
-from tests.eval.helpers import Command
-
-
-def samples(path: Path) -> tuple[Sample, ...]:
-    return Result.read(path).read_samples(path)
+from tests.eval.helpers import Command, Evaluate
 
 
 @pytest.mark.parametrize("experiment", ["archivalqa", "streamingqa", "squad", "qa"])
-def test_without_data_it_runs_on_the_embedded_sample(
-    command: Command, tiny_checkpoint: Path, tmp_path: Path, experiment: str
-) -> None:
+def test_newswire_is_the_default_data(command: Command, tiny_checkpoint: Path, tmp_path: Path, experiment: str) -> None:
     code, shown, progress = command(
         f"eval.{experiment}", "--model", tiny_checkpoint, "--retriever", "bm25", "--k", 2, "--documents", 9, "--seed", 4
     )
@@ -38,51 +35,42 @@ def test_without_data_it_runs_on_the_embedded_sample(
         assert f"│ {name} " in shown
         assert name in progress
     result = Result.read(path)
-    stream = generate("test", 9, seed=4)
+    samples, stream = result.read_samples(path), generate("test", 9, seed=4)
     assert result.experiment == experiment
     assert result.seed == result.config["seed"] == 4
-    assert result.data is not None
     assert (result.data.name, result.data.source) == ("newswire", "generated")
-    assert [sample.question for sample in samples(path)] == [question.question for question in stream.questions]
-    assert result.model is not None
+    assert [sample.question for sample in samples] == [question.question for question in stream.questions]
     assert result.model.name == str(tiny_checkpoint)
     assert [row.recall_at_k is None for row in result.rows] == [True, True, False, False]
 
 
-def test_data_are_read_from_the_folder_given(command: Command, tiny_checkpoint: Path, tmp_path: Path) -> None:
+def test_data_are_read_from_the_folder_given(evaluate: Evaluate, tmp_path: Path) -> None:
     """The same documents give the same answers, generated or from a file."""
     write_archivalqa(generate("test", 9, seed=4), tmp_path / "data" / "test.csv")
-    common = ("--model", tiny_checkpoint, "--documents", 9)
-    command("eval.archivalqa", *common, "--seed", 4, "--output", "generated.json")
-    code, shown, _ = command("eval.archivalqa", *common, "--data", tmp_path / "data", "--output", "read.json")
-    assert code == 0
-    assert shown.splitlines()[0] == f"ArchivalQA-Seq from {tmp_path / 'data'}: 9 documents, 9 questions, split test"
-    result = Result.read(tmp_path / "read.json")
-    assert samples(tmp_path / "read.json") == samples(tmp_path / "generated.json")
-    assert result.data is not None
-    assert (result.data.name, result.data.source) == ("archivalqa", str(tmp_path / "data"))
-    assert [row.name for row in result.rows] == ["LM alone", "MAC"]
+    generated = evaluate("archivalqa", "--documents", 9, "--seed", 4)
+    read = evaluate("archivalqa", "--documents", 9, "--data", tmp_path / "data")
+    title = f"ArchivalQA-Seq from {tmp_path / 'data'}: 9 documents, 9 questions, split test"
+    assert read.shown.splitlines()[0] == title
+    assert read.samples == generated.samples
+    assert (read.result.data.name, read.result.data.source) == ("archivalqa", str(tmp_path / "data"))
+    assert list(read.rows) == ["LM alone", "MAC"]
 
 
-def test_documents_and_questions_are_limited(command: Command, tiny_checkpoint: Path, tmp_path: Path) -> None:
+def test_documents_and_questions_are_limited(evaluate: Evaluate, tmp_path: Path) -> None:
     with (tmp_path / "val.csv").open("w", newline="") as file:
         writer = csv.writer(file)
         writer.writerow(["text", "question", "answers"])
         writer.writerows(
             [f"Rain fell on town {i // 3}.", f"What fell on town {i // 3}, {i}?", "rain"] for i in range(30)
         )
-    options = ("--data", tmp_path, "--split", "val", "--documents", 4, "--questions", 5, "--output", "r.json")
-    code, shown, _ = command("eval.streamingqa", "--model", tiny_checkpoint, *options)
-    assert code == 0
+    options = ("--data", tmp_path, "--split", "val", "--documents", 4, "--questions", 5)
+    result, _, samples, shown = evaluate("streamingqa", *options)
     assert "4 documents, 5 questions, split val" in shown.splitlines()[0]
-    result = Result.read(tmp_path / "r.json")
-    assert result.data is not None
-    assert (result.data.documents, result.data.questions, len(samples(tmp_path / "r.json"))) == (4, 5, 5)
-    assert result.adaptation is not None
+    assert (result.data.documents, result.data.questions, len(samples)) == (4, 5, 5)
     assert result.adaptation.documents == 4
 
 
-def test_data_of_ones_own_give_the_rows_of_a_benchmark(command: Command, tiny_checkpoint: Path, tmp_path: Path) -> None:
+def test_data_of_ones_own_give_the_rows_of_a_benchmark(evaluate: Evaluate, tmp_path: Path) -> None:
     """The oracle is StreamingQA's command on the same questions."""
     stream = generate("test", 9, seed=4)
     texts = {document.id: document.text for document in stream.documents}
@@ -91,29 +79,24 @@ def test_data_of_ones_own_give_the_rows_of_a_benchmark(command: Command, tiny_ch
         csv.writer(file).writerows([("text", "question", "answers"), *rows])
     with (tmp_path / "mine.jsonl").open("w") as file:
         file.writelines(json.dumps(dict(zip(("document", "q", "answers"), row))) + "\n" for row in rows)
-    common = ("--model", tiny_checkpoint, "--retriever", "bm25", "--k", "1,2")
-    command("eval.streamingqa", *common, "--data", tmp_path, "--output", "streamingqa.json")
-    data = ("--data", "mine.jsonl", "--columns", "question=q", "--split", "all")
-    code, shown, _ = command("eval.qa", *common, *data, "--output", "own.json")
-    assert code == 0
-    assert shown.splitlines()[0] == "mine.jsonl: 9 documents, 9 questions, split all"
-    own, expected = Result.read(tmp_path / "own.json"), Result.read(tmp_path / "streamingqa.json")
-    assert [row.model_copy(update={"seconds": None}) for row in own.rows] == [
-        row.model_copy(update={"seconds": None}) for row in expected.rows
+    common = ("--retriever", "bm25", "--k", "1,2")
+    expected = evaluate("streamingqa", *common, "--data", tmp_path)
+    own = evaluate("qa", *common, "--data", "mine.jsonl", "--columns", "question=q", "--split", "all")
+    assert own.shown.splitlines()[0] == "mine.jsonl: 9 documents, 9 questions, split all"
+    assert [row.model_copy(update={"seconds": None}) for row in own.result.rows] == [
+        row.model_copy(update={"seconds": None}) for row in expected.result.rows
     ]
-    assert own.data == Data(name="own", split="all", source="mine.jsonl", documents=9, questions=9)
+    assert own.result.data == Data(name="own", split="all", source="mine.jsonl", documents=9, questions=9)
 
 
-def test_questions_without_documents_have_no_recall(command: Command, tiny_checkpoint: Path, tmp_path: Path) -> None:
+def test_questions_without_documents_have_no_recall(evaluate: Evaluate, tmp_path: Path) -> None:
     (tmp_path / "corpus.jsonl").write_text(
         "".join(json.dumps({"id": str(i), "contents": f"Town {i}."}) + "\n" for i in range(4))
     )
     (tmp_path / "test.jsonl").write_text('{"id": "q", "question": "Which town?", "golden_answers": ["Town 1"]}\n')
-    options = ("--model", tiny_checkpoint, "--retriever", "bm25", "--k", 2, "--output", "r.json")
-    code, shown, _ = command("eval.qa", "--data", tmp_path, *options)
-    assert code == 0, shown
-    assert [row.recall_at_k for row in Result.read(tmp_path / "r.json").rows] == [None] * 4
-    assert samples(tmp_path / "r.json")[0].document_id is None
+    result, _, samples, _ = evaluate("qa", "--data", tmp_path, "--retriever", "bm25", "--k", 2)
+    assert [row.recall_at_k for row in result.rows] == [None] * 4
+    assert samples[0].document_id is None
 
 
 @pytest.mark.parametrize("columns", ["question", "question=", "question=q,question=p", "=q"])
@@ -122,96 +105,165 @@ def test_columns_that_name_nothing_are_refused(columns: str) -> None:
         named_columns(columns)
 
 
-def test_a_benchmark_of_moments_has_rows_with_dates(command: Command, tiny_checkpoint: Path, tmp_path: Path) -> None:
+def test_a_benchmark_of_moments_has_rows_with_dates(evaluate: Evaluate, tmp_path: Path) -> None:
     paras = ["Tom Webb", "Webb played for Lund FC from 1996 to 2003 .", "In 2004 he moved to Kell United ."]
     asked = [
         ["Which team did Webb play for from 1996 to 2003?", [{"para": 1, "from": 16, "end": 23, "answer": "Lund FC"}]]
     ]
     pages = [{"index": "/wiki/Webb#P54", "type": "P54", "link": "/wiki/Webb", "paras": paras, "questions": asked}]
     (tmp_path / "human_annotated_test.json").write_text(json.dumps(pages))
-    options = ("--data", tmp_path, "--retriever", "bm25", "--k", 3, "--output", "r.json")
-    code, shown, _ = command("eval.timeqa", "--model", tiny_checkpoint, *options)
-    assert code == 0
+    _, _, [sample], shown = evaluate("timeqa", "--data", tmp_path, "--retriever", "bm25", "--k", 3)
     assert shown.splitlines()[0] == f"Time-Sensitive QA from {tmp_path}: 3 documents, 1 questions, split test"
-    [sample] = samples(tmp_path / "r.json")
     assert sample.as_of == "2003-12-31"
     assert set(sample.rows["bm25 top-3"].retrieved) == {"Webb#0", "Webb#1", "Webb#2"}
     assert set(sample.rows["bm25 top-3, dated"].retrieved) == {"Webb#0", "Webb#1"}
     assert "MAC, dated" in sample.rows
 
 
-def test_weekly_news_is_asked_as_of_the_day_of_each_question(
-    command: Command, tiny_checkpoint: Path, tmp_path: Path
-) -> None:
+def test_weekly_news_is_asked_as_of_the_day_of_each_question(evaluate: Evaluate, tmp_path: Path) -> None:
     common = {"question_sentence": "Who opened the hall?", "choices": ["Lena Marsh", "Ada Voss"]}
     for week, (day, right) in {"20230526": ("2023/05/26", "1"), "20230609": ("2023/06/08", "0")}.items():
         name = common["choices"][int(right)]
         question = {**common, "question_id": f"{week}_0", "question_date": day, "answer": [right]}
         row = {**question, "evidence": f"The hall was opened by {name}."}
         (tmp_path / f"{week}_qa.jsonl").write_text(json.dumps(row) + "\n")
-    options = ("--data", tmp_path, "--retriever", "bm25", "--k", 5, "--output", "r.json")
-    code, shown, _ = command("eval.realtimeqa", "--model", tiny_checkpoint, *options)
-    assert code == 0
+    _, _, [first, second], shown = evaluate("realtimeqa", "--data", tmp_path, "--retriever", "bm25", "--k", 5)
     assert shown.splitlines()[0] == f"RealTimeQA from {tmp_path}: 2 documents, 2 questions, split test"
-    first, second = samples(tmp_path / "r.json")
     assert (first.as_of, second.as_of) == ("2023-05-26", "2023-06-08")
     assert first.rows["bm25 top-5, dated"].retrieved == ("20230526_0-evidence",)
     assert len(first.rows["bm25 top-5"].retrieved) == len(second.rows["bm25 top-5, dated"].retrieved) == 2
 
 
-class TestRefusals:
-    """Each ends with exit code 1, one message on standard error, no traceback and no result."""
+@pytest.mark.parametrize(
+    ("experiment", "arguments", "message"),
+    [
+        (
+            "qa",
+            ("--columns", "question=q"),
+            "--columns 'question=q' names columns of data of your own; give them with --data",
+        ),
+        ("timeqa", (), "eval.timeqa needs --data, a folder with the files of Time-Sensitive QA; they are in dataset/"),
+        ("archivalqa", ("--data", "nowhere"), "nowhere"),
+        ("streamingqa", ("--data", "."), "test.csv: missing column 'question'"),
+        ("archivalqa", ("--documents", 3, "--model", "mac-nowhere"), "'mac-nowhere'"),
+        ("archivalqa", ("--split", "dev"), "no split 'dev'; choose one of train, val, test"),
+        ("archivalqa", ("--retriever", "bm25,google"), "unknown retriever 'google'"),
+        ("archivalqa", ("--k", "0,5"), "--k must be at least 1"),
+        *(
+            (
+                "archivalqa",
+                ("--memory-weight", given),
+                f"numbers above 0 and at most 1, separated by commas, got '{given}'",
+            )
+            for given in ("0", "0.5,2", "half", "nan")
+        ),
+        ("archivalqa", ("--output", "."), "is a folder"),
+        ("bank_size", ("--sizes", "x"), "whole numbers"),
+    ],
+)
+def test_a_refusal_is_one_message_without_a_result(
+    command: Command, tmp_path: Path, experiment: str, arguments: tuple[object, ...], message: str
+) -> None:
+    (tmp_path / "test.csv").write_text("text,answers\nRain fell.,rain\n")
+    code, _, errors = command(f"eval.{experiment}", *arguments)
+    assert code == 1
+    assert not list(tmp_path.rglob("*.json"))
+    assert "Traceback" not in errors
+    [said] = [line for line in errors.splitlines() if line.startswith("error: ")]
+    assert message in said
 
-    def refused(self, command: Command, tmp_path: Path, *arguments: object, benchmark: str = "archivalqa") -> str:
-        code, _, errors = command(f"eval.{benchmark}", *arguments)
-        assert code == 1
-        assert not list(tmp_path.rglob("*.json"))
-        assert "Traceback" not in errors
-        [message] = [line for line in errors.splitlines() if line.startswith("error: ")]
-        return message
 
-    def test_columns_of_no_data(self, command: Command, tmp_path: Path) -> None:
-        message = self.refused(command, tmp_path, "--columns", "question=q", benchmark="qa")
-        assert "--columns 'question=q' names columns of data of your own; give them with --data" in message
+def test_wrong_usage(command: Command) -> None:
+    for arguments in (("--documents", 0), ("--questions", 0), ("--bogus",)):
+        code, _, errors = command("eval.archivalqa", *arguments)
+        assert code == 2
+        assert arguments[0] in errors
 
-    def test_a_benchmark_of_moments_without_data(self, command: Command, tmp_path: Path) -> None:
-        message = self.refused(command, tmp_path, benchmark="timeqa")
-        assert "eval.timeqa needs --data, a folder with the files of Time-Sensitive QA; they are in dataset/" in message
 
-    def test_unknown_path(self, command: Command, tmp_path: Path) -> None:
-        assert str(tmp_path / "nowhere") in self.refused(command, tmp_path, "--data", tmp_path / "nowhere")
+# Fields of `ragas.SingleTurnSample`, ragas 0.4.3, and their types in JSON.
+RAGAS = {
+    "user_input": str,
+    "response": str,
+    "reference": str,
+    "retrieved_contexts": list,
+    "retrieved_context_ids": list,
+    "reference_contexts": list,
+    "reference_context_ids": list,
+}
+# Fields without a default of `ragchecker.container.RAGResult`, RAGChecker 0.1.9, and the documents in front of the LM.
+RAGCHECKER = {"query_id", "query", "gt_answer", "response", "retrieved_context"}
 
-    def test_missing_column(self, command: Command, tmp_path: Path) -> None:
-        (tmp_path / "test.csv").write_text("text,answers\nRain fell.,rain\n")
-        message = self.refused(command, tmp_path, "--data", tmp_path, benchmark="streamingqa")
-        assert "missing column 'question'" in message
-        assert "test.csv" in message
 
-    def test_unknown_model(self, command: Command, tmp_path: Path) -> None:
-        assert "'mac-nowhere'" in self.refused(command, tmp_path, "--documents", 3, "--model", "mac-nowhere")
+def test_each_row_of_a_run_becomes_records_of_both_evaluators(evaluate: Evaluate, tmp_path: Path) -> None:
+    options = ("--documents", 9, "--seed", 4, "--retriever", "bm25", "--k", 2)
+    _, _, samples, shown = evaluate("qa", *options, "--export", "records")
+    assert "Records for ragas and RAGChecker: 8 files in records" in shown
+    for name in ("substring %", "MRR@k %", "nDCG@k %"):
+        assert name in shown
+    texts = {document.id: document.text for document in generate("test", 9, seed=4).documents}
+    rows = {"LM alone": "LM-alone", "MAC": "MAC", "bm25 top-2": "bm25-top-2", "bm25 top-2 + MAC": "bm25-top-2-+-MAC"}
+    for row, name in rows.items():
+        lines = (tmp_path / "records" / f"{name}.ragas.jsonl").read_text().splitlines()
+        checked = json.loads((tmp_path / "records" / f"{name}.ragchecker.json").read_text())
+        assert set(checked) == {"results"}
+        for sample, line, result in zip(samples, lines, checked["results"], strict=True):
+            verdict = sample.rows[row]
+            record = json.loads(line)
+            assert {key: type(value) for key, value in record.items()} == RAGAS
+            assert record["user_input"] == result["query"] == sample.question
+            assert record["response"] == result["response"] == verdict.prediction
+            assert record["reference"] == result["gt_answer"] == sample.answers[0]
+            assert record["retrieved_context_ids"] == list(verdict.retrieved)
+            assert record["retrieved_contexts"] == [texts[name] for name in verdict.retrieved]
+            assert record["reference_contexts"] == [texts[sample.document_id]]
+            assert record["reference_context_ids"] == [sample.document_id]
+            assert set(result) == RAGCHECKER
+            assert result["query_id"] == sample.id
+            assert result["retrieved_context"] == [{"doc_id": name, "text": texts[name]} for name in verdict.retrieved]
 
-    def test_unknown_split(self, command: Command, tmp_path: Path) -> None:
-        assert "no split 'dev'; choose one of train, val, test" in self.refused(command, tmp_path, "--split", "dev")
 
-    def test_unknown_retriever(self, command: Command, tmp_path: Path) -> None:
-        assert "unknown retriever 'google'" in self.refused(command, tmp_path, "--retriever", "bm25,google")
+def test_questions_without_documents_have_no_reference_contexts(evaluate: Evaluate, tmp_path: Path) -> None:
+    (tmp_path / "corpus.jsonl").write_text('{"id": "1", "contents": "Town 1."}\n')
+    (tmp_path / "test.jsonl").write_text('{"id": "q", "question": "Which town?", "golden_answers": ["Town 1"]}\n')
+    evaluate("qa", "--data", tmp_path, "--export", tmp_path / "out")
+    [line] = (tmp_path / "out" / "MAC.ragas.jsonl").read_text().splitlines()
+    assert set(json.loads(line)) == set(RAGAS) - {"reference_contexts", "reference_context_ids"}
+    assert json.loads(line)["retrieved_contexts"] == []
 
-    def test_no_number_of_documents_to_retrieve(self, command: Command, tmp_path: Path) -> None:
-        assert "--k must be at least 1" in self.refused(command, tmp_path, "--k", "0,5")
 
-    @pytest.mark.parametrize("given", ["0", "0.5,2", "half", "nan"])
-    def test_no_memory_weight(self, command: Command, tmp_path: Path, given: str) -> None:
-        message = self.refused(command, tmp_path, "--memory-weight", given)
-        assert f"numbers above 0 and at most 1, separated by commas, got '{given}'" in message
+def test_a_place_that_cannot_be_a_folder_is_refused_before_the_work(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match=r"--export: .*file cannot be written"):
+        writable_folder(tmp_path / "file", "--export")
 
-    def test_output_that_is_a_folder(self, command: Command, tmp_path: Path) -> None:
-        assert "is a folder" in self.refused(command, tmp_path, "--output", tmp_path)
 
-    def test_sizes_that_are_no_numbers(self, command: Command, tmp_path: Path) -> None:
-        assert "whole numbers" in self.refused(command, tmp_path, "--sizes", "x", benchmark="bank_size")
+def test_rows_by_kind_are_those_of_their_questions(evaluate: Evaluate) -> None:
+    options = ("--documents", "40", "--questions", "3", "--k", "1,4")
+    _, rows, samples, shown = evaluate("multi_document", *options)
+    stream = generate_multi_document("test", 40, questions_per_kind=3)
+    names = ["LM alone", "MAC", "bm25 top-1", "bm25 top-1 + MAC", "bm25 top-4", "bm25 top-4 + MAC"]
+    assert list(rows) == [f"{kind}: {name}" for kind in ("two-hop", "comparison", "counting", "all") for name in names]
+    for full, row in rows.items():
+        kind, _, name = full.partition(": ")
+        mine = [sample.rows[name] for sample in samples if kind == "all" or sample.id.startswith(kind)]
+        assert row.questions == len(mine) > 0
+        assert row.f1 == pytest.approx(sum(verdict.f1 for verdict in mine) / len(mine))
+        if row.k is not None:
+            needed = [stream.evidence[s.id] for s in samples if kind == "all" or s.id.startswith(kind)]
+            assert row.recall_at_k == all_retrieved([verdict.retrieved for verdict in mine], needed)
+        over = row.measures.get("over_retrieval")
+        assert (over is not None) == (name == "MAC")
+        if over is not None:
+            assert over == pytest.approx((row.em or 0) - (rows[f"{kind}: bm25 top-1"].em or 0))
+    assert rows["two-hop: bm25 top-1"].recall_at_k == 0
+    assert "two-hop: MAC" in shown
 
-    def test_wrong_usage(self, command: Command) -> None:
-        for arguments in (("--documents", 0), ("--questions", 0), ("--bogus",)):
-            code, _, errors = command("eval.archivalqa", *arguments)
-            assert code == 2
-            assert arguments[0] in errors
+
+def test_recall_counts_questions_all_of_whose_documents_are_there() -> None:
+    assert all_retrieved([["a", "b"], ["a"], ["c", "b", "a"]], [("b", "a"), ("a", "b"), ("a", "c")]) == 2 / 3
+
+
+def test_too_few_documents_are_refused(command: Command, tmp_path: Path) -> None:
+    code, _, errors = command("eval.multi_document", "--documents", "1")
+    assert code == 1
+    assert "--documents 1 are too few" in errors

@@ -1,7 +1,8 @@
-"""Comparing results: over which questions, which rows, and what is refused."""
+"""Comparing results: over which questions, which rows, by the paired bootstrap, and what is refused."""
 
 from __future__ import annotations
 
+import random
 import re
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import pytest
 
 from eval.compare import compare, shared_samples
 from eval.harness.bootstrap import paired_interval
-from eval.harness.results import Data
+from eval.harness.results import Data, Result, Sample
 from tests.eval.helpers import Command, result, samples
 
 OURS, THEIRS = [1.0, 0.5, 1.0, 0.0], [0.0, 0.5, 1.0, 0.25]
@@ -44,9 +45,7 @@ def test_shows_the_shared_rows_or_the_chosen_ones(command: Command, tmp_path: Pa
     assert "+0.0 (+0.0, +0.0)" in shown
 
 
-def test_no_figure_is_cut_by_long_names_of_rows(
-    command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_long_names_of_rows_cut_no_figure(command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     long = "first 3 rows' tokens side by side"
     a = write(tmp_path, "a.json", **{long: OURS, "right document's text": THEIRS})
@@ -65,47 +64,67 @@ def test_says_which_questions_were_left_out(command: Command, tmp_path: Path) ->
     assert f"1 of the 4 questions of {a} were not asked in the other" in shown
 
 
-class TestRefusals:
-    def refused(self, command: Command, *arguments: object) -> str:
-        code, _, errors = command("eval.compare", *arguments)
-        assert code == 1
-        assert "Traceback" not in errors
-        return errors
+SQUAD = Data(name="squad", split="dev", source="folder", documents=7, questions=4)
+ANSWERED = samples({"MAC": THEIRS})
 
-    def test_other_data(self, command: Command, tmp_path: Path) -> None:
-        a, b = write(tmp_path, "a.json", MAC=OURS), tmp_path / "b.json"
-        squad = Data(name="squad", split="dev", source="folder", documents=7, questions=4)
-        result("squad", data=squad).write(b, samples({"MAC": THEIRS}))
-        assert "different data" in self.refused(command, a, b)
 
-    def test_other_questions_under_the_same_ids(self, command: Command, tmp_path: Path) -> None:
-        a, b = write(tmp_path, "a.json", MAC=OURS), tmp_path / "b.json"
-        others = [s.model_copy(update={"question": "Who?"}) for s in samples({"MAC": THEIRS})]
-        result("squad").write(b, others)
-        assert "different questions: 'q0' is 'What is 0?'" in self.refused(command, a, b)
+@pytest.mark.parametrize(
+    ("other", "answered", "message"),
+    [
+        (result("squad", data=SQUAD), ANSWERED, "different data"),
+        (
+            result("squad"),
+            [sample.model_copy(update={"question": "Who?"}) for sample in ANSWERED],
+            "different questions: 'q0' is 'What is 0?'",
+        ),
+        (result("squad"), samples({"MAC": THEIRS}, first=100), "no question in common"),
+        (result("dropout_memory"), [], "(dropout_memory) asked no questions"),
+        (result("squad"), samples({"Uniform": THEIRS}), "no row has the same name"),
+    ],
+)
+def test_results_that_cannot_be_compared_are_refused(
+    command: Command, tmp_path: Path, other: Result, answered: list[Sample], message: str
+) -> None:
+    a, b = write(tmp_path, "a.json", MAC=OURS), tmp_path / "b.json"
+    other.write(b, answered)
+    assert message in refused(command, a, b)
 
-    def test_no_question_in_common(self, command: Command, tmp_path: Path) -> None:
-        a, b = write(tmp_path, "a.json", MAC=OURS), tmp_path / "b.json"
-        result("squad").write(b, samples({"MAC": THEIRS}, first=100))
-        assert "no question in common" in self.refused(command, a, b)
 
-    def test_no_questions_at_all(self, command: Command, tmp_path: Path) -> None:
-        a, b = write(tmp_path, "a.json", MAC=OURS), tmp_path / "b.json"
-        result("dropout_memory").write(b)
-        assert "(dropout_memory) asked no questions" in self.refused(command, a, b)
+def refused(command: Command, *arguments: object) -> str:
+    code, _, errors = command("eval.compare", *arguments)
+    assert code == 1
+    assert "Traceback" not in errors
+    return errors
 
-    def test_rows_that_are_not_there(self, command: Command, tmp_path: Path) -> None:
-        a, b = write(tmp_path, "a.json", MAC=OURS), write(tmp_path, "b.json", Uniform=THEIRS)
-        assert "no row has the same name" in self.refused(command, a, b)
-        assert "no answers of row 'nobody'; it has ['MAC']" in self.refused(command, a, b, "--row", "nobody")
-        assert "no answers of row 'nobody'; it has ['Uniform']" in self.refused(command, a, b, "--against", "nobody")
 
-    def test_another_schema_and_missing_files(self, command: Command, tmp_path: Path) -> None:
-        a = write(tmp_path, "a.json", MAC=OURS)
-        (tmp_path / "old.json").write_text('{"schema_version": 2}')
-        assert "schema version 2" in self.refused(command, a, tmp_path / "old.json")
-        assert "cannot be read" in self.refused(command, tmp_path / "nowhere.json", a)
-
-    @pytest.mark.parametrize("arguments", [(), ("a.json",)])
-    def test_wrong_usage(self, command: Command, arguments: tuple[str, ...]) -> None:
+def test_rows_and_files_that_are_not_there_are_named(command: Command, tmp_path: Path) -> None:
+    a, b = write(tmp_path, "a.json", MAC=OURS), write(tmp_path, "b.json", Uniform=THEIRS)
+    assert "no answers of row 'nobody'; it has ['MAC']" in refused(command, a, b, "--row", "nobody")
+    assert "no answers of row 'nobody'; it has ['Uniform']" in refused(command, a, b, "--against", "nobody")
+    (tmp_path / "old.json").write_text('{"schema_version": 2}')
+    assert "schema version 2" in refused(command, a, tmp_path / "old.json")
+    assert "cannot be read" in refused(command, tmp_path / "nowhere.json", a)
+    for arguments in ((), ("a.json",)):
         assert command("eval.compare", *arguments)[0] == 2
+
+
+def test_is_a_resampling_of_paired_differences() -> None:
+    rng = random.Random(0)
+    ours, theirs = ([rng.random() for _ in range(40)] for _ in range(2))
+    differences = [a - b for a, b in zip(ours, theirs)]
+    means = sorted(sum(rng.choices(differences, k=40)) / 40 for _ in range(10_000))
+    interval = paired_interval(ours, theirs)
+    assert interval.mean == pytest.approx(sum(differences) / 40)
+    assert interval.low == pytest.approx(means[250], abs=0.01)
+    assert interval.high == pytest.approx(means[9750], abs=0.01)
+
+
+def test_a_constant_difference_has_an_interval_of_no_width() -> None:
+    interval = paired_interval([1.0, 0.5, 0.75], [0.5, 0.0, 0.25])
+    assert (interval.low, interval.mean, interval.high) == pytest.approx((0.5, 0.5, 0.5))
+
+
+def test_is_repeatable_by_its_seed() -> None:
+    ours, theirs = [0.0, 1.0, 1.0, 0.0, 1.0], [1.0, 0.0, 1.0, 0.0, 0.0]
+    assert paired_interval(ours, theirs, seed=3) == paired_interval(ours, theirs, seed=3)
+    assert paired_interval(ours, ours) == paired_interval(theirs, theirs)

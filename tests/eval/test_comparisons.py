@@ -1,4 +1,4 @@
-"""The commands that compare systems, on a real, untrained model: what they run, write and refuse."""
+"""The commands that compare systems, on their own data and on other sets: what they run, write and refuse."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ import pytest
 
 from eval.baselines.camels import CamelsConfig
 from eval.baselines.ccm import CCMConfig
-from eval.baselines.factory import PAPER_SCALE, SCALES, BaselineSetup, SystemFactory
+from eval.baselines.factory import BaselineSetup, SystemFactory
 from eval.baselines.options import METHODS
-from eval.harness.results import Result, Row
-from mac_rag.config import BaseLMConfig
+from eval.ood import paired
+from mac_rag.data.archivalqa import write_archivalqa
 from mac_rag.data.newswire.generate import generate
 from mac_rag.errors import ConfigError
 from mac_rag.model import MACModel
-from tests.eval.helpers import Command
+from tests.eval.helpers import Command, Evaluate
 
 SMALL = BaselineSetup(
     training_documents=8,
@@ -48,65 +48,38 @@ def test_every_method_makes_a_system_that_adapts_and_answers(tiny_model: MACMode
         made.make("magic")
 
 
-def test_both_scales_are_complete() -> None:
-    for setup in SCALES.values():
-        assert len(setup.rates) > 1
-        assert setup.retention_rate <= max(setup.rates)
-    assert PAPER_SCALE.retention_rate == 6.5e-6
-    assert PAPER_SCALE.camels.proxy == BaseLMConfig(name="runs/distilgpt2/tune_qa/best")
-
-
-def read(path: Path) -> tuple[Result, dict[str, Row]]:
-    result = Result.read(path)
-    return result, {row.name: row for row in result.rows}
-
-
-def test_main_table(command: Command, tiny_checkpoint: Path, tmp_path: Path) -> None:
-    options = ("--model", tiny_checkpoint, "--documents", 6, "--questions", 5, "--learning-rate", 1e-3)
-    for file in ("a.json", "b.json"):
-        code, shown, _ = command(
-            "eval.main_table", *options, "--methods", "zero-shot,uniform,mac", "--seed", 2, "--output", file
-        )
-        assert code == 0
-        assert shown.splitlines()[0] == "newswire: 6 documents, 5 questions, generated"
-    result, rows = read(tmp_path / "a.json")
+def test_main_table(evaluate: Evaluate) -> None:
+    options = ("--documents", 6, "--questions", 5, "--learning-rate", 1e-3, "--methods", "zero-shot,uniform,mac")
+    result, rows, samples, shown = evaluate("main_table", *options, "--seed", 2)
+    assert shown.splitlines()[0] == "newswire: 6 documents, 5 questions, generated"
     assert list(rows) == ["Zero-shot", "Uniform", "MAC"]
     assert rows["Uniform"].settings == {"method": "Uniform", "learning_rate": 1e-3}
     assert (rows["MAC"].documents, rows["MAC"].questions) == (6, 5)
     assert (result.experiment, result.scale, result.seed) == ("main_table", "tiny", 2)
-    again, _ = read(tmp_path / "b.json")
-    assert result.read_samples(tmp_path / "a.json") == again.read_samples(tmp_path / "b.json")
+    assert samples == evaluate("main_table", *options, "--seed", 2).samples
 
 
-def test_retention(command: Command, tiny_checkpoint: Path, tmp_path: Path) -> None:
-    code, _, _ = command(
-        "eval.retention", "--model", tiny_checkpoint, "--methods", "uniform,mac", "--first", 3, "--further", 5,
-        "--step", 2, "--output", "r.json",
-    )  # fmt: skip
-    assert code == 0
-    result, rows = read(tmp_path / "r.json")
+def test_retention(evaluate: Evaluate) -> None:
+    options = ("--methods", "uniform,mac", "--first", 3, "--further", 5, "--step", 2)
+    result, rows, _, _ = evaluate("retention", *options)
     assert list(rows) == [f"{name}, +{added}" for name in ("Uniform", "MAC") for added in (0, 2, 4, 5)]
     assert [row.settings["added"] for row in rows.values()] == [0, 2, 4, 5] * 2
     assert [row.documents for row in rows.values()] == [3, 5, 7, 8] * 2
     assert {row.questions for row in rows.values()} == {3}
     for name in ("Uniform", "MAC"):
         first = rows[f"{name}, +0"].f1
-        assert first is not None
         for added in (0, 2, 4, 5):
             row = rows[f"{name}, +{added}"]
             assert row.settings["method"] == name
             if first:
-                assert row.f1 is not None
                 assert row.measures["retention"] == pytest.approx(100 * row.f1 / first)
             else:
                 assert "retention" not in row.measures
                 assert f"retention of {name.lower()}" in result.not_run
 
 
-def test_adaptation_cost(command: Command, tiny_checkpoint: Path, tmp_path: Path) -> None:
-    code, _, _ = command("eval.adaptation_cost", "--model", tiny_checkpoint, "--documents", 3, "--output", "c.json")
-    assert code == 0
-    _, rows = read(tmp_path / "c.json")
+def test_adaptation_cost(evaluate: Evaluate) -> None:
+    rows = evaluate("adaptation_cost", "--documents", 3).rows
     assert list(rows) == ["Uniform", "Salient Spans", "CaMeLS", "CCM + encoder retriever", "MAC"]
     for row in rows.values():
         assert row.measures["peak_mb"] > row.measures["networks_mb"] > 0
@@ -132,3 +105,42 @@ def test_refusals(command: Command, tmp_path: Path, arguments: tuple[object, ...
     assert message in errors
     assert "Traceback" not in errors
     assert not list(tmp_path.rglob("*.json"))
+
+
+SIZES = ("--documents", 5, "--methods", "zero-shot,mac")
+
+
+def test_pairs_contain_all_stories_and_answers() -> None:
+    stream = generate("test", 5, seed=1)
+    together = paired(stream)
+    assert len(together.documents) == 3
+    assert " ".join(document.text for document in together.documents) == " ".join(d.text for d in stream.documents)
+    texts = {document.id: document.text for document in together.documents}
+    assert [question.question for question in together.questions] == [
+        question.question for question in stream.questions
+    ]
+    assert all(question.answers[0] in texts[question.document_id] for question in together.questions)
+
+
+def test_without_data_it_is_newswire_of_another_form(evaluate: Evaluate) -> None:
+    result, _, samples, _ = evaluate("ood", *SIZES)
+    assert [(row.settings["dataset"], row.settings["method"]) for row in result.rows] == [
+        (name, method) for name in ("newswire", "newswire, two stories") for method in ("Zero-shot", "MAC")
+    ]
+    assert len({sample.id for sample in samples}) == 10
+    assert set(samples[0].rows) == {"newswire: Zero-shot", "newswire: MAC"}
+
+
+def test_data_sets_are_read_and_must_differ(evaluate: Evaluate, command: Command, tmp_path: Path) -> None:
+    for name in ("archivalqa", "other"):
+        write_archivalqa(generate("test", 5, seed=1), tmp_path / name / "test.csv")
+    data = f"{tmp_path / 'archivalqa'},archivalqa:{tmp_path / 'other'}"
+    code, _, errors = command("eval.ood", "--data", data, *SIZES)
+    assert code == 1
+    assert "twice" in errors
+    options = ("--scale", "paper", "--data", tmp_path / "archivalqa")
+    code, _, errors = command("eval.ood", *options, *SIZES)
+    assert code == 1
+    assert "--trained-on" in errors
+    rows = evaluate("ood", *options, "--trained-on", tmp_path / "archivalqa", *SIZES).rows
+    assert list(rows) == ["archivalqa: Zero-shot", "archivalqa: MAC"]

@@ -108,8 +108,10 @@ class EventLog(BaseEventHandler):
         return [event.class_name() for event in self.events]
 
 
-def reference(engine: RecordingEngine, **options: Any) -> str:
-    text = engine.answer([QUESTION], **options)[0].text
+def reference(engine: RecordingEngine, *contexts: str, **options: Any) -> str:
+    """What the engine itself answers to the question, with these contexts if there are any."""
+    given = {"contexts": [contexts]} if contexts else {}
+    text = engine.answer([QUESTION], **given, **options)[0].text
     engine.asked.clear()
     return text
 

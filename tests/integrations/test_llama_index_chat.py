@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -14,18 +13,11 @@ from llama_index.core import PromptTemplate, VectorStoreIndex
 from llama_index.core.base.llms.types import ChatMessage, ImageBlock, MessageRole
 from llama_index.core.bridge.pydantic import BaseModel
 from llama_index.core.evaluation import CorrectnessEvaluator, FaithfulnessEvaluator, RelevancyEvaluator
-from llama_index.core.indices.query.query_transform import HyDEQueryTransform
 from llama_index.core.postprocessor import LLMRerank
 from llama_index.core.program import LLMTextCompletionProgram
 from llama_index.core.prompts import ChatPromptTemplate
-from llama_index.core.query_engine import RouterQueryEngine, SubQuestionQueryEngine
-from llama_index.core.question_gen import LLMQuestionGenerator
-from llama_index.core.retrievers import QueryFusionRetriever
 from llama_index.core.schema import QueryBundle
-from llama_index.core.selectors import LLMSingleSelector
-from llama_index.core.tools import QueryEngineTool
 
-from mac_rag.config import PromptFormat
 from mac_rag.data.types import Document
 from mac_rag.errors import BankError, ConfigError, MACError, PromptError
 from mac_rag.integrations.llama_index import MACLLM, MACSynthesizer
@@ -65,9 +57,7 @@ def test_a_chat_reaches_the_lm_as_a_conversation_behind_the_memory(make_llm: LLM
     assert script.prompts[-1].count("<|im_end|>") == 5
 
 
-def test_the_memory_is_asked_the_question_in_the_slots_or_else_the_last_message(
-    make_llm: LLMFactory, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_memory_is_asked_the_slot_or_the_last_message(make_llm: LLMFactory, monkeypatch: pytest.MonkeyPatch) -> None:
     llm, _ = make_llm()
     asked: list[str] = []
     aggregate = llm.engine._reader.aggregate
@@ -135,49 +125,6 @@ def test_a_context_beyond_the_window_is_cut_in_its_template(make_llm: LLMFactory
     model = llm.engine.model
     room = model.context_window - 150
     assert room - 20 < len(model.base_lm.prompts.texts.ids(turn)) <= room
-
-
-def test_hyde_and_query_fusion(make_llm: LLMFactory, index: VectorStoreIndex) -> None:
-    llm, script = make_llm(
-        {
-            "write a passage to answer": "Anna Berg opened the bridge.",
-            "search queries": "bridge of Norrland\nmuseum of Sola\n",
-        }
-    )
-    bundle = HyDEQueryTransform(llm=llm).run(QUESTION)
-    assert bundle.embedding_strs == ["Anna Berg opened the bridge.", QUESTION]
-    assert script.turns()[0][1].startswith("Please write a passage to answer the question")
-    fusion = QueryFusionRetriever([index.as_retriever(similarity_top_k=1)], llm=llm, num_queries=3, use_async=False)
-    assert {node.node.ref_doc_id for node in fusion.retrieve("Who?")} >= {"bridge", "museum"}
-    assert script.turns()[0][1].startswith("You are a helpful assistant that generates multiple search queries")
-
-
-def test_router_and_sub_questions(make_llm: LLMFactory, index: VectorStoreIndex) -> None:
-    items = {"items": [{"sub_question": "Who leads the museum?", "tool_name": "museums"}]}
-    choice = [{"choice": 2, "reason": "museums"}]
-    llm, script = make_llm(
-        {
-            "choices are given below": json.dumps(choice),
-            "sub-questions in json markdown": f"```json\n{json.dumps(items)}\n```",
-            "Context information": "Peter Holm",
-        }
-    )
-    engine = index.as_query_engine(llm=llm)
-    tools = [
-        QueryEngineTool.from_defaults(engine, name=name, description=f"About {name}.")
-        for name in ("bridges", "museums")
-    ]
-    router = RouterQueryEngine(LLMSingleSelector.from_defaults(llm=llm), tools, llm=llm)
-    response = router.query("Who leads the museum?")
-    assert str(response) == "Peter Holm"
-    assert [selection.index for selection in response.metadata["selector_result"].selections] == [1]
-    assert any("(2) About museums." in prompt for prompt in script.prompts)
-    split = SubQuestionQueryEngine.from_defaults(
-        tools, question_gen=LLMQuestionGenerator.from_defaults(llm=llm), llm=llm, use_async=False, verbose=False
-    )
-    response = split.query("Who leads the museum, and why?")
-    assert str(response) == "Peter Holm"
-    assert "Sub question: Who leads the museum?\nResponse: Peter Holm" in script.prompts[-1]
 
 
 def test_rerank_and_evaluators(make_llm: LLMFactory) -> None:
@@ -302,15 +249,3 @@ def test_what_is_no_conversation_is_an_error(make_llm: LLMFactory) -> None:
         llm.chat([ChatMessage(blocks=[ImageBlock(url="http://localhost/x.png")])])
     with pytest.raises(PromptError, match="is from assistant; end the conversation with a message from the user"):
         llm.chat([ChatMessage(content="Who?"), ChatMessage(role="assistant", content="Me.")])
-
-
-def test_the_formats_own_system_message_stands_where_there_is_none(chat_checkpoint: Path) -> None:
-    model = MACModel.from_pretrained(chat_checkpoint, device="cpu")
-    script = Script(model, {})
-    prompts = model.base_lm.prompts
-    object.__setattr__(prompts, "format", PromptFormat(chat=True, system="Answer in a few words."))
-    llm = MACLLM(model)
-    llm.complete("Who?")
-    assert script.turns() == [("system", "Answer in a few words."), ("user", "Who?")]
-    llm.chat([ChatMessage(role="system", content="Sing."), ChatMessage(content="Who?"), ChatMessage(content="When?")])
-    assert script.turns() == [("system", "Sing."), ("user", "Who?\n\nWhen?")]

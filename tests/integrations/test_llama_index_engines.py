@@ -16,40 +16,28 @@ from llama_index.core.query_engine import RetrieverQueryEngine
 
 from mac_rag.bank.bank import MemoryBank
 from mac_rag.errors import FingerprintError
-from mac_rag.integrations.llama_index import MACLLM
+from mac_rag.integrations.llama_index import MACLLM, MACNodePostprocessor, MACSynthesizer
 from mac_rag.model import MACModel
-from tests.integrations.helpers import FACTS, QUESTION, RecordingEngine, forget_warnings
+from tests.integrations.helpers import FACTS, QUESTION, RecordingEngine, forget_warnings, reference
 
 MODES = ["compact", "refine", "tree_summarize", "simple_summarize"]
-
-
-def answered(engine: RecordingEngine, *contexts: str) -> str:
-    """What the engine itself answers to the question with these contexts."""
-    text = engine.answer([QUESTION], contexts=[contexts])[0].text
-    engine.asked.clear()
-    return text
 
 
 # -- response modes --
 
 
 @pytest.mark.parametrize("mode", ["compact", "tree_summarize", "simple_summarize"])
-def test_several_nodes_are_read_in_one_prompt(
-    index: VectorStoreIndex, llm: MACLLM, engine: RecordingEngine, mode: str
-) -> None:
+def test_one_prompt_has_several_nodes(index: VectorStoreIndex, llm: MACLLM, engine: RecordingEngine, mode: str) -> None:
     response = index.as_query_engine(llm=llm, similarity_top_k=3, response_mode=mode).query(QUESTION)
     ((question, contexts),) = engine.asked
     assert question == QUESTION
-    assert contexts is not None
     texts = [node.text for node in response.source_nodes]
     assert sorted(texts) == sorted(FACTS.values())
     assert "".join(contexts).split() == " ".join(texts).split()
 
 
-def test_refine_keeps_the_answer_to_the_best_node(
-    index: VectorStoreIndex, llm: MACLLM, engine: RecordingEngine
-) -> None:
-    expected = answered(engine, FACTS["bridge"])
+def test_refine_keeps_the_best_node_s_answer(index: VectorStoreIndex, llm: MACLLM, engine: RecordingEngine) -> None:
+    expected = reference(engine, FACTS["bridge"])
     for streaming in (False, True):
         forget_warnings()
         queries = index.as_query_engine(llm=llm, similarity_top_k=3, response_mode="refine", streaming=streaming)
@@ -64,7 +52,7 @@ def test_accumulate_asks_for_each_node(index: VectorStoreIndex, llm: MACLLM, eng
     assert sorted(engine.asked) == sorted((QUESTION, (text,)) for text in FACTS.values())
     for question, contexts in list(engine.asked):
         assert question == QUESTION
-        assert answered(engine, *(contexts or ())) in response
+        assert reference(engine, *(contexts or ())) in response
 
 
 def test_generation_asks_the_memory_alone(index: VectorStoreIndex, llm: MACLLM, engine: RecordingEngine) -> None:
@@ -81,7 +69,7 @@ def test_generation_asks_the_memory_alone(index: VectorStoreIndex, llm: MACLLM, 
 def test_question_and_context_reach_the_engine_as_they_are(
     index: VectorStoreIndex, llm: MACLLM, engine: RecordingEngine, mode: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    expected = answered(engine, FACTS["bridge"])
+    expected = reference(engine, FACTS["bridge"])
     queries, streaming = (
         index.as_query_engine(llm=llm, similarity_top_k=1, response_mode=mode, streaming=streaming)
         for streaming in (False, True)
@@ -117,23 +105,20 @@ def test_a_foreign_bank_reaches_the_user(
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("ask", ["query", "aquery", "stream"])
+@pytest.mark.parametrize(
+    ("ask", "documents"), [("query", 1), ("aquery", 1), ("stream", 1), ("query", 8)]
+)  # eight are beyond even LlamaIndex's window
 def test_the_user_is_told_of_a_context_beyond_the_window(
-    index_of: Callable[..., VectorStoreIndex], llm: MACLLM, mode: str, ask: str, caplog: pytest.LogCaptureFixture
+    index_of: Callable[..., VectorStoreIndex],
+    llm: MACLLM,
+    mode: str,
+    ask: str,
+    documents: int,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    index = index_of("Anna Berg opened the bridge of Norrland. " * 80)
+    index = index_of(*(f"Number {i}. " + "Anna Berg opened the bridge of Norrland. " * 90 for i in range(documents)))
     with caplog.at_level(logging.WARNING):
-        run(index.as_query_engine(llm=llm, response_mode=mode, streaming=ask == "stream"), ask)
-    assert "exceed the LM's window, so documents were shortened" in caplog.text
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_a_context_beyond_even_llama_indexs_window_is_not_cut_silently(
-    index_of: Callable[..., VectorStoreIndex], llm: MACLLM, mode: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    index = index_of(*(f"Number {i}. " + "Anna Berg opened the bridge of Norrland. " * 90 for i in range(8)))
-    with caplog.at_level(logging.WARNING):
-        index.as_query_engine(llm=llm, response_mode=mode, similarity_top_k=8).query(QUESTION)
+        run(index.as_query_engine(llm=llm, response_mode=mode, similarity_top_k=8, streaming=ask == "stream"), ask)
     assert "exceed the LM's window, so documents were shortened" in caplog.text
 
 
@@ -163,33 +148,25 @@ def test_the_prompt_helper_divides_long_contexts(
 # -- chat engines --
 
 
-@pytest.mark.parametrize("mode", ["context", "condense_plus_context"])
-def test_chats_with_context(index: VectorStoreIndex, llm: MACLLM, engine: RecordingEngine, mode: str) -> None:
-    expected = answered(engine, FACTS["bridge"])
-    chat = index.as_chat_engine(chat_mode=mode, llm=llm, similarity_top_k=1, skip_condense=True)
+@pytest.mark.parametrize("mode", ["context", "condense_plus_context", "simple"])
+def test_chats_ask_questions_alone(index: VectorStoreIndex, llm: MACLLM, engine: RecordingEngine, mode: str) -> None:
+    options = {} if mode == "simple" else {"similarity_top_k": 1, "skip_condense": True}
+    museum, bridge = ((), ()) if mode == "simple" else ((FACTS["museum"],), (FACTS["bridge"],))
+    expected = reference(engine, *bridge)
+    chat = index.as_chat_engine(chat_mode=mode, llm=llm, **options)
     first = chat.chat("Who leads the museum of Sola?")
-    assert engine.asked == [("Who leads the museum of Sola?", (FACTS["museum"],))]
+    assert engine.asked == [("Who leads the museum of Sola?", museum or None)]
     engine.asked.clear()
     assert str(chat.chat(QUESTION)) == expected
     assert str(asyncio.run(chat.achat(QUESTION))) == expected
     assert "".join(chat.stream_chat(QUESTION).response_gen) == expected
-    assert engine.asked == [(QUESTION, (FACTS["bridge"],))] * 3
+    assert engine.asked == [(QUESTION, bridge or None)] * 3
     assert [message.content for message in chat.chat_history][:4] == [
         "Who leads the museum of Sola?",
         str(first),
         QUESTION,
         expected,
     ]
-
-
-def test_simple_chats_ask_the_memory_alone(index: VectorStoreIndex, llm: MACLLM, engine: RecordingEngine) -> None:
-    expected = engine.answer([QUESTION])[0].text
-    chat = index.as_chat_engine(chat_mode="simple", llm=llm)
-    chat.chat("Hello")
-    engine.asked.clear()
-    assert str(chat.chat(QUESTION)) == expected
-    assert "".join(chat.stream_chat(QUESTION).response_gen) == expected
-    assert engine.asked == [(QUESTION, None)] * 2
 
 
 def test_long_chats_do_not_eat_the_window(index: VectorStoreIndex, llm: MACLLM) -> None:
@@ -203,3 +180,53 @@ def test_long_chats_do_not_eat_the_window(index: VectorStoreIndex, llm: MACLLM) 
         memory.put(ChatMessage(role="assistant", content=answer))
         tokens.append(sum(memory._estimate_token_count(message) for message in memory.get()))
     assert max(tokens) > 0.6 * memory.token_limit
+
+
+# -- in a crowd --
+
+CROWD = [f"{QUESTION} And what about number {number}?" for number in range(12)]
+
+
+@pytest.fixture(params=["compact", "ours"])
+def engines(request: pytest.FixtureRequest, index: VectorStoreIndex, llm: MACLLM) -> tuple[Any, Any]:
+    """A query engine, and one that streams."""
+    rank = [MACNodePostprocessor(llm.engine)]
+
+    def build(streaming: bool) -> Any:
+        if request.param == "compact":
+            return index.as_query_engine(llm=llm, node_postprocessors=rank, streaming=streaming)
+        synthesizer = MACSynthesizer(llm, streaming=streaming)
+        return index.as_query_engine(llm=llm, node_postprocessors=rank, response_synthesizer=synthesizer)
+
+    return build(False), build(True)
+
+
+def test_slow_consumers_stall_nobody(engines: tuple[Any, Any]) -> None:
+    plain, streaming = engines
+    expected = [str(plain.query(question)) for question in CROWD[:6]]
+    waiting = [iter(streaming.query(question).response_gen) for question in CROWD[:4]]
+    begun = [next(tokens) for tokens in waiting]  # nobody reads on
+
+    async def asked() -> tuple[list[str], int]:
+        slow = [(await streaming.aquery(question)).async_response_gen() for question in CROWD]
+        first = [await anext(tokens) for tokens in slow]  # more than there are threads
+        ticks, done = 0, False
+
+        async def tick() -> None:
+            nonlocal ticks
+            while not done:
+                await asyncio.sleep(0.001)
+                ticks += 1
+
+        ticking = asyncio.create_task(tick())
+        others = [str(text) for text in await asyncio.gather(*map(plain.aquery, CROWD[:6]))]
+        done = True
+        await ticking
+        rest = ["".join([head] + [token async for token in tail]) for head, tail in zip(first, slow)]
+        assert rest[:6] == expected
+        return others, ticks
+
+    others, ticks = asyncio.run(asked())
+    assert others == expected
+    assert ticks > 2  # a loop that is stalled turns once at most, and a busy machine is slow
+    assert ["".join([head, *tail]) for head, tail in zip(begun, waiting)] == expected[:4]

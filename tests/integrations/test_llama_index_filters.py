@@ -21,15 +21,8 @@ from llama_index.core.vector_stores.types import (
 
 from mac_rag.engine import MACEngine
 from mac_rag.errors import BankError, ConfigError
-from mac_rag.integrations.llama_index import (
-    MACLLM,
-    FilteredDocuments,
-    MACNodePostprocessor,
-    MACRetriever,
-    MemoryWriter,
-)
+from mac_rag.integrations.llama_index import MACLLM, FilteredDocuments, MACNodePostprocessor, MemoryWriter
 from mac_rag.model import MACModel
-from mac_rag.retrieval import BM25Retriever
 from tests.integrations.helpers import FACTS, QUESTION, HashEmbedding, RecordingEngine
 
 TENANTS = {"bridge": "a", "museum": "b", "river": "a"}
@@ -108,13 +101,6 @@ def test_filters_that_say_the_same_about_one_bank_are_equal(remembering: Recordi
     assert first != FilteredDocuments(RecordingEngine(tiny_model), only("a"))
 
 
-def test_our_retrievers_take_them_too(remembering: RecordingEngine) -> None:
-    bm25 = remembering.retriever = BM25Retriever()
-    MemoryWriter(remembering)([Document(id_="more", text="Another bridge.", metadata={"tenant": "b"})])
-    retriever = MACRetriever(bm25, allowed=FilteredDocuments(remembering, only("a")))
-    assert retriever.retrieve("bridge") == []
-
-
 KEYS = st.sampled_from(["tenant", "year", "tags", "ref_doc_id", "absent"])
 NUMBERS = st.integers(1999, 2002)
 SINGLE = st.one_of(
@@ -140,9 +126,7 @@ METADATA = st.fixed_dictionaries({}, optional={"tenant": st.sampled_from(["a", "
 
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(metadata=st.lists(METADATA, min_size=1, max_size=4), filters=FILTERS)
-def test_the_bank_and_llama_indexs_own_store_agree(
-    tiny_model: MACModel, metadata: list[dict[str, Any]], filters: MetadataFilters
-) -> None:
+def test_bank_and_store_agree(tiny_model: MACModel, metadata: list[dict[str, Any]], filters: MetadataFilters) -> None:
     engine = RecordingEngine(tiny_model)
     documents = [Document(id_=f"d{i}", text="x", metadata=values) for i, values in enumerate(metadata)]
     # Split, so that nodes name the document they are of; LlamaIndex calls the source of an unsplit one "None".

@@ -1,4 +1,4 @@
-"""MACLLM by itself: questions in, answers out, and what it refuses."""
+"""MACLLM by itself and among threads: questions in, answers out, events, and what it refuses."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ import logging
 import pickle
 import re
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 from llama_index.core import PromptTemplate
 from llama_index.core.base.llms.types import ChatMessage, ImageBlock, MessageRole
+from llama_index.core.callbacks import CallbackManager, CBEventType, LlamaDebugHandler
 from llama_index.core.output_parsers import PydanticOutputParser
 from llama_index.core.tools import FunctionTool
 from pydantic import BaseModel
 
-from mac_rag.bank.bank import MemoryBank
 from mac_rag.data.types import Document
-from mac_rag.errors import BankError, ConfigError, DocumentError, FingerprintError, MACError, ModelLoadError
+from mac_rag.errors import BankError, ConfigError, DocumentError, MACError, ModelLoadError
 from mac_rag.integrations.llama_index import MACLLM
 from mac_rag.model import MACModel
 from tests.integrations.helpers import FACTS, QUESTION, EventLog, RecordingEngine, reference, user
@@ -29,12 +29,6 @@ TEMPLATE = PromptTemplate("Answer {query_str} from {context_str}, please.")
 
 
 # -- answers --
-
-
-def test_complete_takes_its_argument_as_the_question(remembering: RecordingEngine) -> None:
-    expected = reference(remembering)
-    assert MACLLM(engine=remembering).complete(QUESTION).text == expected
-    assert remembering.asked == [(QUESTION, None)]
 
 
 def test_chat_answers_the_last_user_message(remembering: RecordingEngine) -> None:
@@ -64,12 +58,13 @@ def test_every_way_of_asking_gives_the_same_answer(remembering: RecordingEngine)
     chatted = list(llm.stream_chat([user(QUESTION)]))
     assert len(streamed) > 1
     answers = [streamed[-1].text, "".join(piece.delta or "" for piece in streamed), chatted[-1].message.content]
-    assert [*answers, *asyncio.run(asked())] == [expected] * 8
+    assert [llm.complete(QUESTION).text, *answers, *asyncio.run(asked())] == [expected] * 9
+    assert set(remembering.asked) == {(QUESTION, None)}
 
 
 def test_predict_reads_slots_and_never_the_wording(remembering: RecordingEngine) -> None:
     llm = MACLLM(engine=remembering)
-    expected = reference(remembering, contexts=[["Some context."]])
+    expected = reference(remembering, "Some context.")
 
     async def asked() -> list[str]:
         streamed = [t async for t in await llm.astream(TEMPLATE, query_str=QUESTION, context_str="Some context.")]
@@ -114,30 +109,21 @@ def test_an_empty_existing_answer_is_answered_again(remembering: RecordingEngine
     assert remembering.asked == [(QUESTION, ("More.",))]
 
 
-def test_longest_answer(remembering: RecordingEngine) -> None:
-    llm = MACLLM(engine=remembering, max_new_tokens=1)
-    assert llm.metadata.num_output == 1
-    assert llm.complete(QUESTION).text == reference(remembering, max_new_tokens=1)
-    assert len(list(llm.stream_complete(QUESTION))) <= 1
-
-
 # -- memory --
 
 
 def test_memory_is_used_when_there_is_some(engine: RecordingEngine) -> None:
     llm = MACLLM(engine=engine)
-    alone = reference(engine, contexts=[["Context."]], use_memory=False)
+    alone = reference(engine, "Context.", use_memory=False)
     assert llm.complete(QUESTION, contexts=["Context."]).text == alone
     engine.adapt([Document("bridge", FACTS["bridge"])])
-    assert llm.complete(QUESTION, contexts=["Context."]).text == reference(engine, contexts=[["Context."]])
+    assert llm.complete(QUESTION, contexts=["Context."]).text == reference(engine, "Context.")
     without = MACLLM(engine=engine, use_memory=False)
     assert without.complete(QUESTION, contexts=["Context."]).text == alone
 
 
 @pytest.mark.parametrize(("use_memory", "contexts"), [(None, None), (True, None), (True, ["Context."])])
-def test_nothing_to_answer_from_is_an_error(
-    engine: RecordingEngine, use_memory: bool | None, contexts: list[str] | None
-) -> None:
+def test_empty_banks_are_errors(engine: RecordingEngine, use_memory: bool | None, contexts: list[str] | None) -> None:
     with pytest.raises(BankError, match="the memory bank is empty"):
         MACLLM(engine=engine, use_memory=use_memory).complete(QUESTION, contexts=contexts)
 
@@ -145,15 +131,6 @@ def test_nothing_to_answer_from_is_an_error(
 def test_the_lm_alone_is_asked_only_on_purpose(engine: RecordingEngine) -> None:
     expected = reference(engine, use_memory=False)
     assert MACLLM(engine=engine, use_memory=False).complete(QUESTION).text == expected
-
-
-def test_a_foreign_bank_is_refused_at_the_call(engine: RecordingEngine, other_model: MACModel) -> None:
-    llm = MACLLM(engine=engine)
-    engine.bank = MemoryBank(other_model.fingerprint)
-    with pytest.raises(FingerprintError, match="written by model"):
-        llm.complete(QUESTION, contexts=["Context."])
-    with pytest.raises(FingerprintError):
-        llm.stream_complete(QUESTION)
 
 
 # -- limits --
@@ -188,16 +165,6 @@ def test_the_window_leaves_room_for_what_llama_index_reserves(remembering: Recor
     assert not metadata.is_function_calling_model
 
 
-def test_prompt_helper_counts_the_lms_own_tokens(remembering: RecordingEngine) -> None:
-    llm = MACLLM(engine=remembering)
-    template = TEMPLATE.partial_format(query_str=QUESTION)
-    long = "Anna Berg opened a bridge. " * 100
-    pieces = llm.prompt_helper().repack(template, [long], llm=llm)
-    assert len(pieces) > 1
-    for piece in pieces:
-        llm.predict(template, context_str=piece)
-
-
 # -- what it refuses --
 
 
@@ -224,9 +191,7 @@ def test_structured_output_and_tools_are_refused(remembering: RecordingEngine) -
 
 
 @pytest.mark.parametrize("option", [{"logprobs": True}, {"max_tokens": 0}, {"max_tokens": "9"}, {"tools": []}])
-def test_options_that_it_does_not_know_are_refused_by_name(
-    remembering: RecordingEngine, option: dict[str, Any]
-) -> None:
+def test_options_it_does_not_know_are_refused_by_name(remembering: RecordingEngine, option: dict[str, Any]) -> None:
     ((name, value),) = option.items()
     llm = MACLLM(engine=remembering)
     for call in (llm.complete, llm.stream_complete):
@@ -293,3 +258,92 @@ def test_dictionaries_rebuild_the_llm_by_name(tiny_model: MACModel, tmp_path: An
     again = MACLLM.from_dict(values)
     assert (again.model, again.use_memory) == (llm.model, False)
     assert again.complete(QUESTION).text == llm.complete(QUESTION).text
+
+
+@pytest.mark.parametrize("ask", ["acomplete", "achat", "apredict"])
+def test_async_calls_leave_the_event_loop_free(remembering: RecordingEngine, ask: str) -> None:
+    llm = MACLLM(engine=remembering)
+    calls: dict[str, Callable[[], Any]] = {
+        "acomplete": lambda: llm.acomplete(QUESTION),
+        "achat": lambda: llm.achat([user(QUESTION)]),
+        "apredict": lambda: llm.apredict(TEMPLATE, query_str=QUESTION, context_str="Context."),
+    }
+
+    async def held_up() -> None:
+        remembering.gate.clear()
+        task = asyncio.create_task(calls[ask]())
+        while not remembering.asked:
+            await asyncio.sleep(0.001)
+        assert not task.done()
+        remembering.gate.set()
+        await task
+
+    asyncio.run(held_up())
+
+
+def test_async_calls_that_wait_share_one_pass(remembering: RecordingEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also if it is larger than asyncio's own threads are many."""
+    llm = MACLLM(engine=remembering, max_new_tokens=2)
+    questions = [f"{QUESTION} And number {number}?" for number in range(32)]
+    expected = [llm.complete(question).text for question in questions]
+    passes: list[int] = []
+    generate, queue = remembering.model.generate, remembering._queue
+
+    def counting(prompts: Sequence[Any], **options: Any) -> list[str]:
+        passes.append(len(prompts))
+        return generate(prompts, **options)
+
+    monkeypatch.setattr(remembering.model, "generate", counting)
+
+    async def crowd() -> list[str]:
+        with queue.turn():
+            tasks = [asyncio.create_task(llm.acomplete(question)) for question in questions]
+            while len(queue._waiting) < len(questions):
+                await asyncio.sleep(0.001)
+        return [(await task).text for task in tasks]
+
+    assert asyncio.run(crowd()) == expected
+    assert passes == [32]
+
+
+def test_async_tokens_come_while_the_answer_is_being_made(remembering: RecordingEngine) -> None:
+    llm = MACLLM(engine=remembering)
+
+    async def tokens() -> str:
+        remembering.gate.clear()
+        stream = await llm.astream(TEMPLATE, query_str=QUESTION, context_str="Context.")
+        first = await anext(stream)
+        remembering.gate.set()
+        return first + "".join([token async for token in stream])
+
+    assert asyncio.run(tokens()) == reference(remembering, "Context.")
+
+
+def test_predict_fires_what_other_llms_fire(remembering: RecordingEngine, event_log: EventLog) -> None:
+    debug = LlamaDebugHandler(print_trace_on_end=False)
+    llm = MACLLM(engine=remembering, callback_manager=CallbackManager([debug]))
+    answer = llm.predict(TEMPLATE, query_str=QUESTION, context_str="Context.")
+    sync = event_log.names()
+    assert sync == ["LLMPredictStartEvent", "LLMCompletionStartEvent", "LLMCompletionEndEvent", "LLMPredictEndEvent"]
+    assert event_log.events[-1].output == answer
+    assert event_log.events[1].prompt == QUESTION
+    assert event_log.events[1].model_dict["model_name"] == llm.model
+    asyncio.run(llm.apredict(TEMPLATE, query_str=QUESTION, context_str="Context."))
+    assert event_log.names()[len(sync) :] == sync
+    assert {pair[0].event_type for pair in debug.get_event_pairs()} == {CBEventType.TEMPLATING, CBEventType.LLM}
+
+
+def test_streams_fire_progress_and_their_end(remembering: RecordingEngine, event_log: EventLog) -> None:
+    tokens = list(MACLLM(engine=remembering).stream(TEMPLATE, query_str=QUESTION, context_str="Context."))
+    names = event_log.names()
+    assert names[:2] == ["LLMPredictStartEvent", "LLMCompletionStartEvent"]
+    assert names[2:] == ["LLMCompletionInProgressEvent"] * len(tokens) + ["LLMCompletionEndEvent"]
+
+
+def test_failures_reach_the_callbacks(engine: RecordingEngine, event_log: EventLog) -> None:
+    debug = LlamaDebugHandler(print_trace_on_end=False)
+    llm = MACLLM(engine=engine, callback_manager=CallbackManager([debug]))
+    with pytest.raises(BankError):
+        llm.predict(TEMPLATE, query_str=QUESTION, context_str="")
+    assert isinstance(debug.get_event_pairs(CBEventType.LLM)[0][1].payload["exception"], BankError)
+    assert "SpanDropEvent" in event_log.names()

@@ -86,9 +86,7 @@ WAYS = [
 
 @pytest.mark.filterwarnings("ignore:a later step of refine")
 @pytest.mark.parametrize(("mode", "way"), WAYS)
-def test_the_lms_prompt_is_that_of_nodes_without_metadata(
-    engine: PromptEngine, files: list[Document], mode: str, way: str
-) -> None:
+def test_prompts_are_those_without_metadata(engine: PromptEngine, files: list[Document], mode: str, way: str) -> None:
     llm = MACLLM(engine=engine)
 
     def prompts_for(documents: list[Document]) -> list[tuple[int, ...]]:
@@ -129,22 +127,6 @@ def test_sources_and_nodes_keep_their_metadata(engine: PromptEngine, files: list
     response = index.as_query_engine(llm=MACLLM(engine=engine)).query(QUESTION)
     assert {scored.node.metadata["file_name"] for scored in response.source_nodes} == {f"{n}.md" for n in FACTS}
     assert {name: node.model_dump() for name, node in index.docstore.docs.items()} == before
-
-
-def test_many_at_once_read_their_own_nodes(engine: PromptEngine, files: list[Document]) -> None:
-    index = VectorStoreIndex.from_documents(files, embed_model=HashEmbedding())
-    made = index.as_query_engine(llm=MACLLM(engine=engine), similarity_top_k=1)
-    questions = [QUESTION, "Who leads the museum of Sola?", "What crosses the river Vest?"] * 2
-
-    async def crowd() -> None:
-        await asyncio.gather(*(made.aquery(question) for question in questions))
-
-    for question in questions:
-        made.query(question)
-    expected = engine.taken()
-    asyncio.run(crowd())
-    assert sorted(engine.taken()) == sorted(expected)
-    assert len(set(expected)) == 3
 
 
 def test_other_llms_read_what_they_read_before(engine: PromptEngine, files: list[Document]) -> None:

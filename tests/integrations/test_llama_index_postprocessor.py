@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import chromadb
@@ -14,17 +13,15 @@ from hypothesis import strategies as st
 from llama_index.core import Document, MockEmbedding, StorageContext, VectorStoreIndex
 from llama_index.core.callbacks import CallbackManager, CBEventType, LlamaDebugHandler
 from llama_index.core.node_parser import SentenceSplitter
-from llama_index.core.schema import MetadataMode, NodeWithScore, QueryBundle, TextNode
+from llama_index.core.schema import MetadataMode, NodeWithScore, TextNode
 from llama_index.core.storage.docstore import SimpleDocumentStore
 from llama_index.core.vector_stores import SimpleVectorStore
 from llama_index.core.vector_stores.types import MetadataFilter, MetadataFilters
 from llama_index.vector_stores.chroma import ChromaVectorStore
 
-from mac_rag.bank.bank import MemoryBank
 from mac_rag.data.types import Document as MACDocument
-from mac_rag.errors import ConfigError, FingerprintError, MACError
+from mac_rag.errors import ConfigError, MACError
 from mac_rag.integrations.llama_index import MACLLM, MACNodePostprocessor, MemoryWriter
-from mac_rag.model import MACModel
 from tests.integrations.helpers import FACTS, QUESTION, EventLog, HashEmbedding, RecordingEngine, scored
 
 
@@ -76,13 +73,6 @@ class TestAnnotate:
 
 
 class TestRerank:
-    def test_memory_alone_orders_by_falling_attention(self, remembering: RecordingEngine) -> None:
-        rank = MACNodePostprocessor(remembering, fusion_weight=1)
-        ranked = rank.postprocess_nodes(scored(*FACTS), query_str=QUESTION)
-        assert [node.node_id for node in ranked] == by_mass(remembering)
-        assert {node.node_id: node.metadata["mac_attention"] for node in ranked} == masses(remembering)
-        assert [node.score for node in ranked] == [1 / 61, 1 / 62, 1 / 63]
-
     @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
     @given(
         found=st.lists(
@@ -93,11 +83,7 @@ class TestRerank:
         weight=st.sampled_from([0.0, 0.3, 0.5, 1.0]),
     )
     def test_scores_are_fused_ranks(
-        self,
-        remembering: RecordingEngine,
-        found: list[tuple[str, float | None]],
-        top_n: int | None,
-        weight: float,
+        self, remembering: RecordingEngine, found: list[tuple[str, float | None]], top_n: int | None, weight: float
     ) -> None:
         nodes = [
             NodeWithScore(node=TextNode(id_=name, text=name, metadata={"place": place}), score=score)
@@ -141,17 +127,13 @@ class TestRerank:
 
 class TestExpand:
     @pytest.mark.parametrize("kind", ["index", "docstore", "documents", "chroma"])
-    def test_what_memory_attends_to_and_the_retriever_missed_is_added(
-        self, kind: str, documents: list[Document], remembering: RecordingEngine
-    ) -> None:
+    def test_missed_nodes_are_added(self, kind: str, documents: list[Document], remembering: RecordingEngine) -> None:
         store = SimpleVectorStore()
         if kind == "chroma":
             collection = chromadb.EphemeralClient().create_collection("expand", get_or_create=True)
             store = ChromaVectorStore(chroma_collection=collection)
         index = VectorStoreIndex.from_documents(
-            documents,
-            embed_model=HashEmbedding(),
-            storage_context=StorageContext.from_defaults(vector_store=store),
+            documents, embed_model=HashEmbedding(), storage_context=StorageContext.from_defaults(vector_store=store)
         )
         whole = SimpleDocumentStore()  # as an ingestion pipeline keeps it
         whole.add_documents(documents)
@@ -188,9 +170,7 @@ class TestExpand:
             expand = MACNodePostprocessor(engine, mode="expand", source=index, filters=filters)
             assert [n.metadata["of"] for n in expand.postprocess_nodes([], query_str=QUESTION)] == expected
 
-    def test_a_document_that_the_source_lacks_is_logged(
-        self, remembering: RecordingEngine, caplog: pytest.LogCaptureFixture
-    ) -> None:
+    def test_a_missing_node_is_logged(self, remembering: RecordingEngine, caplog: pytest.LogCaptureFixture) -> None:
         expand = MACNodePostprocessor(remembering, mode="expand", expand_to=1, source=SimpleDocumentStore())
         with caplog.at_level(logging.WARNING):
             assert expand.postprocess_nodes([], query_str=QUESTION) == []
@@ -212,21 +192,6 @@ class TestExpand:
             expand.postprocess_nodes([], query_str=QUESTION)
 
 
-def test_threads_rank_as_one_does(remembering: RecordingEngine) -> None:
-    rank = MACNodePostprocessor(remembering)
-    questions = [f"Question number {number}?" for number in range(16)]
-
-    def ranked(question: str) -> dict[str, float]:
-        nodes = rank.postprocess_nodes(scored(*FACTS), QueryBundle(question))
-        return {node.node_id: node.metadata["mac_attention"] for node in nodes}
-
-    expected = [ranked(question) for question in questions]
-    with ThreadPoolExecutor(4) as threads:
-        for masses, alone in zip(threads.map(ranked, questions), expected, strict=True):
-            assert list(masses) == list(alone)
-            assert masses == pytest.approx(alone, abs=1e-5)  # threads share passes, which changes the last digits
-
-
 def test_ranking_is_announced(remembering: RecordingEngine, event_log: EventLog) -> None:
     debug = LlamaDebugHandler(print_trace_on_end=False)
     rank = MACNodePostprocessor(remembering, callback_manager=CallbackManager([debug]))
@@ -236,9 +201,10 @@ def test_ranking_is_announced(remembering: RecordingEngine, event_log: EventLog)
 
 
 def test_copies_and_dictionaries(remembering: RecordingEngine, index: VectorStoreIndex) -> None:
-    expand = MACNodePostprocessor(remembering, mode="expand", expand_to=1, source=index)
+    expand = MACNodePostprocessor(remembering, mode="expand", expand_to=1, source=index, fusion_weight=0.25)
     again = MACNodePostprocessor.from_dict(expand.to_dict(), engine=remembering, source=index)
     for same in (expand.model_copy(), again):
+        assert same.fusion_weight == 0.25
         nodes = same.postprocess_nodes([], query_str=QUESTION)
         assert [node.node.ref_doc_id for node in nodes] == by_mass(remembering)[:1]
 
@@ -271,9 +237,7 @@ def test_nodes_pass_unchanged_before_the_bank_is_filled(
     assert [scored.node.node_id for scored in first] == ["river"]
 
 
-def test_nodes_that_the_bank_lacks_altogether_are_reported_once(
-    remembering: RecordingEngine, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_nodes_the_bank_lacks_are_reported_once(remembering: RecordingEngine, caplog: pytest.LogCaptureFixture) -> None:
     rank = MACNodePostprocessor(remembering)
     with caplog.at_level(logging.WARNING):
         rank.postprocess_nodes(scored("bridge", "unknown"), query_str=QUESTION)
@@ -281,15 +245,3 @@ def test_nodes_that_the_bank_lacks_altogether_are_reported_once(
         for _ in range(2):
             rank.postprocess_nodes(scored("unknown", "unknown too"), query_str=QUESTION)
     assert caplog.text.count("holds none of the 2 nodes") == 1
-
-
-def test_a_stored_postprocessor_keeps_the_fusion_weight(remembering: RecordingEngine) -> None:
-    stored = MACNodePostprocessor(remembering, fusion_weight=0.25).to_dict()
-    assert MACNodePostprocessor.from_dict(stored, engine=remembering).fusion_weight == 0.25
-
-
-def test_ranking_by_a_foreign_bank_is_refused(remembering: RecordingEngine, other_model: MACModel) -> None:
-    remembering.bank = MemoryBank(other_model.fingerprint)
-    remembering.bank.put([MACDocument("bridge", FACTS["bridge"])], other_model.amortize([FACTS["bridge"]]))
-    with pytest.raises(FingerprintError):
-        MACNodePostprocessor(remembering).postprocess_nodes(scored("bridge"), query_str=QUESTION)

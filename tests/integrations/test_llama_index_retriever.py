@@ -21,7 +21,7 @@ from llama_index.core.schema import BaseNode, MetadataMode, NodeRelationship, No
 from mac_rag.data.types import Document
 from mac_rag.errors import BankError, ConfigError, DocumentError
 from mac_rag.integrations.llama_index.retriever import MACRetriever
-from mac_rag.retrieval import BM25Retriever, Hit, HybridRetriever, make_retriever
+from mac_rag.retrieval import BM25Retriever, Hit, make_retriever
 from mac_rag.retrieval.llama_index import LlamaIndexRetriever
 from tests.integrations.helpers import FACTS, EventLog, HashEmbedding
 
@@ -221,11 +221,6 @@ class TestTheirsForUs:
                 ConfigError, match=r"Fixed, which is only read; build on .* LlamaIndexRetriever\(index\)"
             ):
                 act()
-
-    def test_a_fusion_retriever_and_ours_fuse(self, index: VectorStoreIndex, bm25: BM25Retriever) -> None:
-        fused = QueryFusionRetriever([index.as_retriever()], num_queries=1, llm=MockLLM(), use_async=False)
-        hybrid = HybridRetriever([bm25, LlamaIndexRetriever(fused)])
-        assert hybrid.retrieve(["Who leads the museum of Sola?"], 1)[0][0].document_id == "museum"
 
     def test_a_vector_store_that_does_not_tell_its_documents_is_named(self) -> None:
         class Mute(VectorStoreIndex):

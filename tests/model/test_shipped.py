@@ -7,7 +7,7 @@ import torch
 
 from mac_rag import DEFAULT_MODEL
 from mac_rag.bank import MemoryBank
-from mac_rag.cli.try_out import SAMPLE
+from mac_rag.cli.main import SAMPLE
 from mac_rag.data.metrics import f1
 from mac_rag.data.types import Document
 from mac_rag.engine import MACEngine

@@ -33,7 +33,7 @@ def squad_folder(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (folder / "train-v1.1.json").write_text(json.dumps({"data": articles}))
     parts = {"qa_lt": (0, 2), "qa_lt_val": (2, 4)}
     for name, (start, stop) in parts.items():
-        monkeypatch.setitem(squad.PARTS, name, squad.SplitRange("train-v1.1.json", "train", start, stop, 4))
+        monkeypatch.setitem(squad.PARTS, name, squad.SplitRange("train-v1.1.json", start, stop, 4))
     return folder
 
 

@@ -11,11 +11,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from mac_rag.cache import CACHE_VARIABLE
 from mac_rag.data.metrics import normalize
 from mac_rag.data.newswire.generate import generate
 from mac_rag.data.types import Document, QADataset, Question
 from mac_rag.errors import ConfigError
+from mac_rag.lm.fetched import CACHE_VARIABLE
 from mac_rag.retrieval import BM25Retriever, encoders
 from pipelines.corpora import qa_data as mining
 from pipelines.corpora.qa_data import ContextConfig, ContextMiner, Retrieved

@@ -61,7 +61,7 @@ def data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     start = 0
     for split, part in parts.items():
         stop = start + len(part.questions)
-        monkeypatch.setitem(squad.PARTS, split, squad.SplitRange("train-v1.1.json", "train", start, stop, count))
+        monkeypatch.setitem(squad.PARTS, split, squad.SplitRange("train-v1.1.json", start, stop, count))
         start = stop
         read = load_dataset("squad", split, squad_folder)
         texts = {document.id: document for document in read.documents}

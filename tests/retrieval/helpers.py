@@ -66,12 +66,16 @@ class UnevenEncoder(WordEncoder):
         return np.stack(rows) if rows else np.zeros((0, self.width), dtype=np.float32)
 
 
+def in_blocks(retriever: DenseRetriever, scores: int) -> DenseRetriever:
+    """The retriever, which computes so many scores at a time."""
+    retriever._most_scores = scores
+    return retriever
+
+
 RETRIEVERS: dict[str, Callable[[], Retriever]] = {
     "incremental": lambda: BM25Retriever(tokenizer=PLAIN),
-    "incremental okapi": lambda: BM25Retriever(tokenizer=PLAIN, idf="okapi"),
     "rank_bm25": lambda: BM25Retriever("rank_bm25", tokenizer=PLAIN),
-    "rank_bm25 okapi": lambda: BM25Retriever("rank_bm25", tokenizer=PLAIN, idf="okapi"),
-    "dense": lambda: DenseRetriever(UnevenEncoder(), max_scores=24),
+    "dense": lambda: in_blocks(DenseRetriever(UnevenEncoder()), 24),
     "hybrid": lambda: HybridRetriever(
         [BM25Retriever(tokenizer=PLAIN), DenseRetriever(UnevenEncoder())], [1, 0.7], depth=3
     ),

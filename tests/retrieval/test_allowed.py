@@ -50,13 +50,6 @@ def test_hits_scores_and_ties_are_those_of_a_retriever_without_the_others(
     assert all(len(hits) <= len(allowed - deleted) for hits in expected)
 
 
-@pytest.mark.parametrize("name", RETRIEVERS)
-def test_nothing_allowed_finds_nothing(name: str) -> None:
-    retriever = RETRIEVERS[name]()
-    retriever.add([Document("d", "w1 w2")])
-    assert retriever.retrieve(["w1", "w2"], 5, allowed=()) == [[], []]
-
-
 def test_matrix_products_in_several_parts_leave_no_trace(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mac_rag.retrieval.dense._ROWS", 5)
     retriever, fresh = DenseRetriever(UnevenEncoder()), DenseRetriever(UnevenEncoder())
@@ -75,9 +68,7 @@ def test_matrix_products_in_several_parts_leave_no_trace(monkeypatch: pytest.Mon
             assert hit.score == pytest.approx(row[int(hit.document_id[1:])], rel=1e-4, abs=1e-5)
 
 
-def test_chroma_compares_allowed_documents_as_if_there_were_no_others(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_chroma_compares_allowed_documents_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mac_rag.retrieval.chroma._IDS", 7)  # so that hidden ids would move the borders of pages
     documents = [Document(f"d{number}", f"text {number % 20}") for number in range(40)]
     allowed = {f"d{number}" for number in (*range(3, 33, 2), 4, 24)}

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -228,26 +227,6 @@ class TestFiles:
         with pytest.raises(BankError, match="metadata of document 'x' cannot be kept as JSON"):
             retriever.add([Document("y", "storm"), Document("x", "storm", {"when": object()})])
         assert len(retriever) == 1
-
-
-def test_threads_share_a_retriever() -> None:
-    """Every answer is that of some moment: a document is found with all that was added beside it."""
-    retriever = filled("incremental", ["storm"] * 5)
-
-    def change(name: int) -> None:
-        for _ in range(20):
-            retriever.add([Document(f"{name}-{side}", "avalanche") for side in "ab"])
-            for side in "ab":
-                retriever.delete(f"{name}-{side}")
-
-    def ask(_: int) -> list[int]:
-        return [len(retriever.retrieve(["storm"], 9)[0]) for _ in range(50)]
-
-    with ThreadPoolExecutor(6) as pool:
-        changes = [pool.submit(change, name) for name in range(3)]
-        assert all(count == 5 for counts in pool.map(ask, range(3)) for count in counts)
-        assert [future.result() for future in changes] == [None] * 3
-    assert len(retriever) == 5
 
 
 def test_unknown_engine_and_languages_are_refused() -> None:

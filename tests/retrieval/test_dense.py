@@ -14,7 +14,7 @@ from mac_rag.data.types import Document
 from mac_rag.errors import BankError, FingerprintError
 from mac_rag.retrieval import DenseRetriever, snapshot
 from tests.faults import faults
-from tests.retrieval.helpers import WordEncoder, changed, documents
+from tests.retrieval.helpers import WordEncoder, changed, documents, in_blocks
 
 WORDS = [f"w{i}" for i in range(40)]
 
@@ -98,12 +98,6 @@ class TestFiles:
         assert encoder.encoded == []
         assert len(again) == 40
 
-    def test_an_empty_one_comes_back(self, tmp_path: Path) -> None:
-        DenseRetriever(WordEncoder()).save(tmp_path)
-        again = DenseRetriever.load(tmp_path, WordEncoder())
-        again.add(documents("storm"))
-        assert len(again.retrieve(["storm"], 3)[0]) == 1
-
     def test_another_encoder_is_refused(self, tmp_path: Path) -> None:
         DenseRetriever(WordEncoder("one")).save(tmp_path)
         with pytest.raises(FingerprintError, match="made by the encoder 'one', not by 'two'"):
@@ -114,9 +108,9 @@ def test_many_questions_are_scored_in_blocks() -> None:
     retriever = DenseRetriever(WordEncoder())
     retriever.add(corpus(50))
     whole = retriever.retrieve(WORDS, 4)
-    in_blocks = DenseRetriever(WordEncoder(), max_scores=120)
-    in_blocks.add(corpus(50))
-    assert in_blocks.retrieve(WORDS, 4) == whole
+    blocks = in_blocks(DenseRetriever(WordEncoder()), 120)
+    blocks.add(corpus(50))
+    assert blocks.retrieve(WORDS, 4) == whole
     assert np.shape(whole) == (40, 4)
 
 

@@ -67,18 +67,11 @@ def test_dpr_takes_the_pooler_of_two_encoders_as_its_card_says(tmp_path: Path, p
     contexts = save_dpr(DPRContextEncoder, DPRContextEncoderTokenizer, tmp_path / "ctx", 1, projection)
     questions = save_dpr(DPRQuestionEncoder, DPRQuestionEncoderTokenizer, tmp_path / "question", 2, projection)
     encoder = encoders.dpr(str(questions), str(contexts), device="cpu")
-    for found, tokenizer, model in (
-        (
-            encoder.documents(TEXTS),
-            DPRContextEncoderTokenizer.from_pretrained(contexts),
-            DPRContextEncoder.from_pretrained(contexts),
-        ),
-        (
-            encoder.questions(TEXTS),
-            DPRQuestionEncoderTokenizer.from_pretrained(questions),
-            DPRQuestionEncoder.from_pretrained(questions),
-        ),
+    for found, folder, tokenizer_class, model_class in (
+        (encoder.documents(TEXTS), contexts, DPRContextEncoderTokenizer, DPRContextEncoder),
+        (encoder.questions(TEXTS), questions, DPRQuestionEncoderTokenizer, DPRQuestionEncoder),
     ):
+        tokenizer, model = (each.from_pretrained(folder) for each in (tokenizer_class, model_class))
         wanted = [model(tokenizer(text, return_tensors="pt")["input_ids"]).pooler_output[0].numpy() for text in TEXTS]
         np.testing.assert_allclose(found, wanted, atol=1e-5)
     assert encoder.width == (projection or 24)

@@ -114,7 +114,5 @@ def test_bad_arguments() -> None:
         HybridRetriever([])
     with pytest.raises(ConfigError, match="depth must be at least 1, got 0"):
         HybridRetriever([Ranked()], depth=0)
-    with pytest.raises(ConfigError, match="k must be at least 1, got 0"):
-        real().retrieve(["storm"], 0)
     with pytest.raises(ConfigError, match="Ranked keeps no documents itself; save the index"):
         HybridRetriever([Ranked()]).save(Path("unused"))

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 from mac_rag.cli.main import app as command
 from mac_rag.errors import ConfigError
 from mac_rag.model import MACModel
-from mac_rag.server.gate import PUBLIC
+from mac_rag.server.app import PUBLIC
 from mac_rag.server.keys import KeyStore, Principal
 from tests.server.conftest import PRESS, QUESTION
 from tests.server.helpers import Running, serving

@@ -128,9 +128,7 @@ def test_files_become_documents_by_their_names(own: Running, client: httpx.Clien
     assert client.post(f"{place}/files", files={}).status_code == 400
 
 
-def test_a_job_is_cancelled_behind_what_it_has_written(
-    own: Running, client: httpx.Client, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_cancelled_job_keeps_what_is_put(own: Running, client: httpx.Client, monkeypatch: pytest.MonkeyPatch) -> None:
     place = make(client, "long")
     bank = own.service.catalog.get("long")
     rows = "\n".join(json.dumps({"id": f"{number}", "text": f"Report {number}."}) for number in range(100))
@@ -251,9 +249,7 @@ def test_a_restart_finds_everything_and_a_backup_is_a_bank(mac_tiny: MACModel, t
     assert [path for path in private if stat.S_IMODE(path.stat().st_mode) & 0o077] == []
 
 
-def test_logs_say_what_was_changed_and_quote_no_text(
-    mac_tiny: MACModel, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_logs_name_changes_and_no_text(mac_tiny: MACModel, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO")
     with serving(tmp_path, mac_tiny) as running, running.client() as client:
         place = make(client, "news", ("press", PRESS), ("bridge", BRIDGE))
@@ -291,7 +287,6 @@ def test_a_crash_between_retriever_and_bank_is_finished_at_the_next_start(
         raise Killed
 
     retriever = bank.engine.retriever
-    assert retriever is not None
     save = type(retriever).put
 
     def put_and_die(self: Any, documents: Any) -> None:

@@ -32,15 +32,9 @@ class TestChatOpenAI:
         llm = self.llm(running)
         message = llm.invoke(QUESTION)
         assert message.content == expected[0]
-        assert message.usage_metadata is not None
         assert message.usage_metadata["output_tokens"] == 1
         assert [one.content for one in llm.batch(questions)] == expected
         assert asyncio.run(llm.ainvoke(BRIDGE_QUESTION)).content == expected[1]
-
-    def test_a_stream_with_usage(self, running: Running, engine: MACEngine) -> None:
-        chunks = list(self.llm(running, stream_usage=True).stream(BRIDGE_QUESTION))
-        assert "".join(str(chunk.content) for chunk in chunks) == engine.answer([BRIDGE_QUESTION])[0].text
-        assert [chunk.usage_metadata["output_tokens"] > 0 for chunk in chunks if chunk.usage_metadata] == [True]
 
 
 @pytest.mark.clients

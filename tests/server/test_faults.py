@@ -57,7 +57,7 @@ def request(body: dict[str, Any]) -> bytes:
     return f"{head}Content-Length: {len(content)}\r\n\r\n".encode() + content
 
 
-def test_more_than_may_wait_is_refused_and_late_answers_are_told(
+def test_a_full_queue_refuses_and_late_answers_are_told(
     one_at_a_time: Running, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     queue = engine_of(one_at_a_time)._queue
@@ -77,9 +77,7 @@ def test_more_than_may_wait_is_refused_and_late_answers_are_told(
         assert client.post("/v1/chat/completions", json=ASK).status_code == 200
 
 
-def test_a_question_whose_client_has_gone_is_not_answered(
-    one_at_a_time: Running, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_question_of_a_client_that_left_is_not_asked(one_at_a_time: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     engine, batches = engine_of(one_at_a_time), list[int]()
     monkeypatch.setattr(engine, "on_batch", batches.append)
     with engine._queue.turn():
@@ -136,9 +134,7 @@ def test_a_body_that_never_ends_is_refused(one_at_a_time: Running) -> None:
     assert one_at_a_time.client().get("/ready").status_code == 200
 
 
-def test_the_end_of_the_server_finishes_what_has_begun(
-    mac_tiny: MACModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_stopping_finishes_what_has_begun(mac_tiny: MACModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     began, go = threading.Event(), threading.Event()
     with serving(tmp_path, mac_tiny) as running, running.client() as client, ThreadPoolExecutor(2) as pool:
         client.post("/v1/banks", json={"name": "news"}).raise_for_status()

@@ -12,12 +12,11 @@ from transformers import AutoModelForCausalLM
 
 from eval.baselines.factory import SCALES, SystemFactory
 from eval.baselines.finetuning import FineTuning
-from eval.harness.results import Result
 from eval.harness.scales import PAPER_SCALE, Setup
 from mac_rag.data.newswire.generate import generate
 from mac_rag.errors import ConfigError
 from mac_rag.model import MACModel
-from tests.eval.helpers import Command
+from tests.eval.helpers import Evaluate
 from tests.helpers import mac_config
 
 Folder = Callable[[str], Path]
@@ -71,34 +70,25 @@ def test_what_cannot_be_the_start(in_4_bit: Path, model_folder: Folder, tmp_path
         factory(model, lm=str(model_folder("instruct"))).make("uniform", learning_rate=1e-3)
 
 
-def test_commands_take_the_lm(command: Command, in_4_bit: Path, model_folder: Folder, tmp_path: Path) -> None:
-    options = (
-        "--model", in_4_bit, "--documents", 3, "--questions", 2, "--learning-rate", 1e-3, "--methods", "uniform,mac",
-        "--output", "r.json",
-    )  # fmt: skip
-    assert command("eval.main_table", *options)[0] == 0
-    result = Result.read(tmp_path / "r.json")
-    assert [row.name for row in result.rows] == ["MAC"]
-    assert "--lm FOLDER" in result.not_run["uniform"]
-    assert command("eval.main_table", *options, "--lm", model_folder("llama"))[0] == 0
-    assert [row.name for row in Result.read(tmp_path / "r.json").rows] == ["Uniform", "MAC"]
+OPTIONS = ("--documents", 3, "--questions", 2, "--learning-rate", 1e-3, "--methods", "uniform,mac")
 
 
-def test_a_method_without_memory_is_listed_and_the_others_run(
-    command: Command, tiny_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_commands_take_the_lm(evaluate: Evaluate, in_4_bit: Path, model_folder: Folder) -> None:
+    made = evaluate("main_table", *OPTIONS, model=in_4_bit)
+    assert list(made.rows) == ["MAC"]
+    assert "--lm FOLDER" in made.result.not_run["uniform"]
+    made = evaluate("main_table", *OPTIONS, "--lm", model_folder("llama"), model=in_4_bit)
+    assert list(made.rows) == ["Uniform", "MAC"]
+
+
+def test_a_method_that_runs_out_of_memory_is_listed(evaluate: Evaluate, monkeypatch: pytest.MonkeyPatch) -> None:
     def adapt(*_: object) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nMore")
 
     monkeypatch.setattr(FineTuning, "adapt", adapt)
-    code, _, _ = command(
-        "eval.main_table", "--model", tiny_checkpoint, "--documents", 3, "--questions", 2, "--learning-rate", 1e-3,
-        "--methods", "uniform,mac", "--output", "r.json",
-    )  # fmt: skip
-    assert code == 0
-    result = Result.read(tmp_path / "r.json")
-    assert result.not_run == {"uniform": "out of memory: CUDA out of memory. Tried to allocate 2.00 GiB."}
-    assert [row.name for row in result.rows] == ["MAC"]
+    made = evaluate("main_table", *OPTIONS)
+    assert made.result.not_run == {"uniform": "out of memory: CUDA out of memory. Tried to allocate 2.00 GiB."}
+    assert list(made.rows) == ["MAC"]
 
 
 def test_the_papers_models_bring_their_lm() -> None:

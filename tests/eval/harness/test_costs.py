@@ -1,4 +1,4 @@
-"""What an answer costs until its first token: operations against a count by hand, and readings of prompts."""
+"""What an answer costs: operations until its first token against a count by hand, and the peak memory of a call."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from eval.harness.allocations import allocated_peak
 from eval.harness.costs import Costs, flops
 from mac_rag.data.newswire.generate import generate
 from mac_rag.engine import MACEngine
@@ -90,3 +91,31 @@ def test_the_lm_runs_over_a_memory_in_the_prompt(model_folder: Callable[[str], P
         measured = costs.measures([prompt], weight)
         assert measured["lm_tokens"] == readings * len(prompt.ids) + 3 * 4
         assert measured["gflop"] > costs.measures([prompt], None)["gflop"]
+
+
+CPU = torch.device("cpu")
+
+
+def test_the_peak_counts_tensors_that_are_held_at_once() -> None:
+    held = torch.ones(1000)
+
+    def work() -> Tensor:
+        first = torch.ones(50_000)
+        second = first + 1  # 400 kB with the first
+        del first
+        third = torch.ones(20_000)  # 280 kB with the second
+        return second.sum() + third.sum() + held.sum()
+
+    result, peak = allocated_peak(work, CPU)
+    assert result == 100_000 + 20_000 + 1000
+    assert 400_000 <= peak < 410_000
+
+
+def test_memory_allocated_before_does_not_count() -> None:
+    before = [torch.ones(100_000)]
+
+    def work() -> None:
+        before.clear()
+        torch.ones(150_000)
+
+    assert 200_000 <= allocated_peak(work, CPU)[1] <= 600_000

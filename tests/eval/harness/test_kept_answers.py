@@ -50,9 +50,11 @@ class Counting(MACEngine):
         self.asked += more
 
 
-def run(engine: Counting, path: Path | None, retrievers: tuple[str, ...] = ("one", "two")) -> Outcome:
+def run(engine: Counting, path: Path | None) -> Outcome:
     kept = None if path is None else KeptAnswers(path, answer_source(engine.model, STREAM.documents))
-    return run_protocol(engine, STREAM, {name: BM25Retriever() for name in retrievers}, [1], kept=kept, batch_size=1)
+    return run_protocol(
+        engine, STREAM, {name: BM25Retriever() for name in ("one", "two")}, [1], kept=kept, batch_size=1
+    )
 
 
 def predictions(outcome: Outcome) -> list[dict[str, str]]:
@@ -68,9 +70,7 @@ def test_equal_prompts_of_two_retrievers_are_answered_once(tiny_model: MACModel)
     assert [row.model_copy(update={"name": ""}) for row in one] == [row.model_copy(update={"name": ""}) for row in two]
 
 
-def test_prompts_that_are_equal_after_truncation_are_answered_once(
-    tiny_model: MACModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_prompts_truncated_alike_are_answered_once(tiny_model: MACModel, monkeypatch: pytest.MonkeyPatch) -> None:
     prompts = tiny_model.base_lm.prompts
     longest = max(len(prompts.prompt("", [document.text])) for document in STREAM.documents)
     questions = [len(prompts.prompt(question.question)) for question in STREAM.questions]
@@ -97,15 +97,6 @@ def test_an_interrupted_run_continues(tiny_model: MACModel, tmp_path: Path) -> N
     outcome = run(again, path)
     assert again.asked == 4 * 12 - done
     assert predictions(outcome) == predictions(run(Counting(tiny_model), None))
-
-
-def test_a_further_row_generates_only_its_new_answers(tiny_model: MACModel, tmp_path: Path) -> None:
-    path = tmp_path / "answers.jsonl"
-    first = run(Counting(tiny_model), path, ())
-    engine = Counting(tiny_model)
-    second = run(engine, path, ("one",))
-    assert engine.asked == 2 * 12
-    assert second.rows[:2] == first.rows  # the seconds too
 
 
 def test_answers_of_other_weights_or_streams_are_not_found(tiny_model: MACModel, tmp_path: Path) -> None:
@@ -135,12 +126,8 @@ def test_an_answer_is_found_by_question_documents_and_weight(tmp_path: Path) -> 
         for share in (None, 1.0):
             assert answers.find(("Who?", ("Rain.", "Sun.")), share) is None
         assert answers.find(("Who?", ("Rain.", "Sun."), "2004"), 0.5) is None
-
-
-def test_the_lm_alone_answers_the_same_at_every_moment() -> None:
-    kept = KeptAnswers()
     kept.add({Prompt("Who?", as_of="2004"): GIVEN}, None)
-    assert kept.find(Prompt("Who?"), None) == GIVEN
+    assert kept.find(Prompt("Who?"), None) == GIVEN  # the LM alone answers the same at every moment
     assert kept.find(Prompt("Who?", as_of="2004"), 1.0) is None
 
 

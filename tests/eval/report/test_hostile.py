@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
@@ -14,6 +13,7 @@ from eval.report.collect import collect
 from eval.report.page import page
 from mac_rag.data.types import Question
 from tests.eval.helpers import result, scored
+from tests.helpers import Elements
 
 ATTACKS = [
     "<script>alert(1)</script> </style></title></svg><script src=//evil.example/x.js></script>",
@@ -30,26 +30,6 @@ PLAIN = {
     "dt", "dd", "code", "figure", "figcaption", "footer", "q", "mark",
 }  # fmt: skip
 SVG = {"svg", "g", "defs", "path", "use", "text", "clippath", "rect", "image"}
-
-
-class Elements(HTMLParser):
-    """All elements, with their attributes, and the text between them as a reader sees it."""
-
-    def __init__(self, text: str) -> None:
-        super().__init__()
-        self.found: list[tuple[str, dict[str, str]]] = []
-        self.comments: list[str] = []
-        self.text = ""
-        self.feed(text)
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.found.append((tag, {name: value or "" for name, value in attrs}))
-
-    def handle_data(self, data: str) -> None:
-        self.text += data
-
-    def handle_comment(self, data: str) -> None:
-        self.comments.append(data)
 
 
 def hostile(folder: Path, text: str) -> None:
