@@ -1040,7 +1040,9 @@ class MemoryBank(Contents):
         [(latest,)] = link.rows("SELECT value FROM setting WHERE name = 'version'")
         if latest != str(settings.version) or writer_at(link, settings.version) != writer:
             link.end()
-            raise BankError(f"{self.path} was changed by another process meanwhile; open it again and repeat the change")
+            raise BankError(
+                f"{self.path} was changed by another process meanwhile; open it again and repeat the change"
+            )
 
     def _entries_of(self, link: Connection, names: Sequence[str]) -> list[int]:
         """Sequence numbers of the entries of documents, ascending; none for those that the bank does not hold."""

@@ -294,8 +294,7 @@ def test_a_fork_cannot_write_and_does_not_free_the_lock(path: Path, begun: bool)
 def test_a_writer_whose_lock_or_file_was_taken_away(path: Path, how: str) -> None:
     bank = made(path, "a")
     bank.save(path.with_name("copy"))
-    what, action = how.split()
-    file = path.with_name("bank-lock") if what == "lock" else path
+    file = path.with_name("bank-lock") if how.startswith("lock") else path
     file.unlink()
     other = MemoryBank.open(path, write=True) if how == "lock replaced" else None
     if other is not None:

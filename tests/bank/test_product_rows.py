@@ -10,13 +10,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from mac_rag.bank.verify import verify
 from torch import Tensor
 
 from mac_rag.bank import MemoryBank
 from mac_rag.bank.copies import backup, restore
 from mac_rag.bank.remote import pull, push
 from mac_rag.bank.rows import RowLayout
+from mac_rag.bank.verify import verify
 from mac_rag.data.types import Document
 from mac_rag.errors import BankError
 from mac_rag.nn.product_quantizer import ProductQuantizer

@@ -14,11 +14,11 @@ import pytest
 import torch
 from click.testing import Result
 from fsspec.implementations.memory import MemoryFileSystem
-from mac_rag.bank.verify import verify
 from typer.testing import CliRunner
 
 from mac_rag.bank import MemoryBank
 from mac_rag.bank.remote import pull, push
+from mac_rag.bank.verify import verify
 from mac_rag.cli.main import app
 from mac_rag.data.types import Document
 from mac_rag.errors import BankError, DamageError, FingerprintError
@@ -81,7 +81,7 @@ def test_a_pulled_bank_is_the_one_that_was_pushed(s3: str, tmp_path: Path) -> No
         bank.delete(NAMES[1])
         bank.commit()
     assert push(tmp_path / "bank", s3) == pull(s3, tmp_path / "copy") == 2
-    copy = MemoryBank.open(tmp_path / "copy")
+    copy, bank = MemoryBank.open(tmp_path / "copy"), MemoryBank.open(tmp_path / "bank")
     assert torch.equal(copy.phi, bank.phi)
     assert [entry.members for entry in copy] == [entry.members for entry in bank]
     assert copy[NAMES[2]].texts == ("text 2.0",)
@@ -131,15 +131,15 @@ def test_neither_side_loses_a_later_commit_or_another_bank(store: Any, tmp_path:
     with pytest.raises(BankError, match="letter is damaged or no memory bank"):
         pull(MEMORY, tmp_path / "letter")
     assert (tmp_path / "letter").read_text() == "Dear Ada,"
-    with MemoryBank.open(tmp_path / "short", write=True), pytest.raises(BankError, match="is open for writing"):
+    with pytest.raises(BankError, match="or another bank; choose another file"):
         pull(MEMORY, tmp_path / "short")
-    pull(MEMORY, tmp_path / "short")
-    assert len(MemoryBank.open(tmp_path / "short")) == 3
+    pull("memory://short", tmp_path / "copy")
+    with MemoryBank.open(tmp_path / "copy", write=True), pytest.raises(BankError, match="is open for writing"):
+        pull("memory://short", tmp_path / "copy")
 
 
 def test_whatever_takes_a_file_refuses_a_url_and_names_pull(tmp_path: Path) -> None:
     bank = filled(tmp_path / "bank")
-    bank.close()
     url = "s3://bucket/bank"
     uses: list[Callable[[], object]] = [
         lambda: MemoryBank.open(url),
@@ -202,9 +202,7 @@ def test_pulled_files_are_private(store: Any, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("ending", [".sqlite", ".json"])
-def test_objects_that_are_not_what_was_pushed_leave_the_file_as_it_was(
-    store: Any, tmp_path: Path, ending: str
-) -> None:
+def test_objects_that_are_not_what_was_pushed_leave_the_file_as_it_was(store: Any, tmp_path: Path, ending: str) -> None:
     with filled(tmp_path / "bank") as bank:
         push(tmp_path / "bank", MEMORY)
         pull(MEMORY, tmp_path / "copy")
@@ -215,7 +213,7 @@ def test_objects_that_are_not_what_was_pushed_leave_the_file_as_it_was(
     content = store.cat_file(f"/bank/{name}")
     for damage in (content[:-1], content[:-9] + bytes(9), b"", b"[]", b"{" * 100_000):
         store.pipe_file(f"/bank/{name}", damage)
-        with pytest.raises(DamageError, match=rf"memory://bank/{name}.*push the bank again"):
+        with pytest.raises(DamageError, match=rf"(?s)memory://bank/{name}.*push the bank again"):
             pull(MEMORY, tmp_path / "copy")
     store.rm_file(f"/bank/{name}")
     with pytest.raises(BankError, match="mac-rag bank push"):
@@ -224,7 +222,7 @@ def test_objects_that_are_not_what_was_pushed_leave_the_file_as_it_was(
     assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
     push(tmp_path / "bank", MEMORY)
     pull(MEMORY, tmp_path / "copy")
-    assert contents(MemoryBank.open(tmp_path / "copy")) == contents(bank)
+    assert contents(MemoryBank.open(tmp_path / "copy")) == contents(MemoryBank.open(tmp_path / "bank"))
 
 
 def test_a_copy_that_is_interrupted_leaves_one_commit_or_the_next_and_goes_on(
@@ -298,7 +296,7 @@ def test_both_follow_a_change_on_the_other_side_meanwhile(
 
         monkeypatch.setattr(MemoryFileSystem, "_open", open_after_a_push)
         assert pull(MEMORY, tmp_path / "copy") == 3
-        assert contents(MemoryBank.open(tmp_path / "copy")) == contents(bank)
+        assert contents(MemoryBank.open(tmp_path / "copy")) == contents(MemoryBank.open(tmp_path / "bank"))
 
 
 def test_the_commands(store: Any, tmp_path: Path) -> None:
@@ -313,7 +311,7 @@ def test_the_commands(store: Any, tmp_path: Path) -> None:
     assert pushed.output == f"8 documents are at {MEMORY}\n"
     pulled = run("bank", "pull", MEMORY, str(tmp_path / "copy"))
     assert f"8 documents are in {tmp_path / 'copy'}" in pulled.output.replace("\n", " ")
-    assert contents(MemoryBank.open(tmp_path / "copy")) == contents(bank)
+    assert contents(MemoryBank.open(tmp_path / "copy")) == contents(MemoryBank.open(tmp_path / "bank"))
     for arguments in (
         ("ask", "Who?", "--bank", MEMORY),
         ("adapt", __file__, "--bank", MEMORY),

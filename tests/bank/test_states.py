@@ -13,9 +13,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from torch import Tensor
 
-from mac_rag.bank import MemoryBank
+from mac_rag.bank import MemoryBank, database
 from mac_rag.bank import bank as module
-from mac_rag.bank import database
 from mac_rag.bank.bank import Contents, Snapshot
 from mac_rag.bank.rows import RowLayout
 from mac_rag.bank.verify import verify
@@ -52,7 +51,10 @@ class Banks(RuleBasedStateMachine):
     """One writer and one reader of the same file, and the list of entries that each of them should see."""
 
     @initialize(
-        keep_texts=st.booleans(), layout=st.sampled_from(LAYOUTS), many=st.sampled_from([2, 1000]), place=st.integers(0, 4)
+        keep_texts=st.booleans(),
+        layout=st.sampled_from(LAYOUTS),
+        many=st.sampled_from([2, 1000]),
+        place=st.integers(0, 4),
     )
     def start(self, keep_texts: bool, layout: RowLayout, many: int, place: int) -> None:
         self.open = ExitStack()
@@ -107,7 +109,10 @@ class Banks(RuleBasedStateMachine):
 
     @rule(documents=st.lists(st.tuples(ids, st.integers(1, 3)), max_size=8, unique_by=lambda each: each[0]))
     def put(self, documents: list[tuple[str, int]]) -> None:
-        whole = [(name, f"text\n\u2028{self.number + index}", {"list": [name, None]}) for index, (name, _) in enumerate(documents)]
+        whole = [
+            (name, f"text\n\u2028{self.number + index}", {"list": [name, None]})
+            for index, (name, _) in enumerate(documents)
+        ]
         self.number += len(documents)
         parts = [self.phi(rows) for _, rows in documents]
         names = [name for name, _ in documents]
