@@ -14,9 +14,10 @@ def main(
 ) -> None:
     """Count the functions and files of mac_rag that run when a document is adapted, and when a question is asked.
 
-    The bank is on disk, and BM25 is its retriever. Each is done once before, so that what happens only the first time
-    does not count. A commit counts if it writes the bank's manifest.
+    The bank is on disk, with an index of BM25 in its file. Each is done once before, so that what happens only the
+    first time does not count.
     """
+    import sqlite3
     import sys
     import tempfile
     from collections.abc import Callable
@@ -30,38 +31,40 @@ def main(
     import mac_rag
     from mac_rag import Document, MACEngine
     from mac_rag.bank.bank import MemoryBank
+    from mac_rag.bank.bm25 import BankBM25Retriever
     from mac_rag.model import MACModel
-    from mac_rag.retrieval import BM25Retriever
 
     root = str(Path(mac_rag.__file__).parent)
 
-    def ran(action: Callable[[], object], manifest: Path) -> tuple[int, int, int]:
+    def commits(file: Path) -> int:
+        connection = sqlite3.connect(file)
+        try:
+            [(version,)] = connection.execute("SELECT value FROM setting WHERE name = 'version'")
+            return int(version)
+        finally:
+            connection.close()
+
+    def ran(action: Callable[[], object], file: Path) -> tuple[int, int, int]:
         called: set[Any] = set()
-        written: set[tuple[int, int]] = set()
 
         def watch(frame: FrameType, event: str, _: object) -> None:
             if event == "call" and frame.f_code.co_filename.startswith(root):
                 called.add(frame.f_code)
-            elif event == "return" and frame.f_code.co_filename.startswith(root):
-                state = manifest.stat()
-                written.add((state.st_ino, state.st_mtime_ns))
 
-        before = manifest.stat()
+        before = commits(file)
         sys.setprofile(watch)
         try:
             action()
         finally:
             sys.setprofile(None)
-        written.discard((before.st_ino, before.st_mtime_ns))
-        return len(called), len({code.co_filename for code in called}), len(written)
+        return len(called), len({code.co_filename for code in called}), commits(file) - before
 
     with tempfile.TemporaryDirectory() as folder:
         loaded = MACModel.from_pretrained(model)
         bank = MemoryBank.create(Path(folder) / "bank", loaded.fingerprint)
-        engine = MACEngine(loaded, bank, retriever=BM25Retriever())
+        engine = MACEngine(loaded, bank, BankBM25Retriever(bank))
         engine.adapt([Document("first", "Ada Voss was appointed head of the museum in Orsena in May 2024.")])
         engine.answer(["Who heads the museum?"])
-        manifest = Path(folder) / "bank" / "manifest.json"
         new = Document("second", "Lena Marsh opened a hall for Roman coins in Orsena in June 2024.")
         flows = {
             "adapt one sentence": lambda: engine.adapt([new]),
@@ -69,7 +72,7 @@ def main(
         }
         table = Table("", "functions", "files", "commits")
         for name, action in flows.items():
-            table.add_row(name, *map(str, ran(action, manifest)))
+            table.add_row(name, *map(str, ran(action, Path(folder) / "bank")))
     Console().print(table)
 
 
