@@ -181,6 +181,9 @@ class BankBM25Retriever(BM25Retriever):
         self, link: Connection, removed: Collection[str], documents: Sequence[Document], indexed: list[list[str]]
     ) -> None:
         [(key, number)] = link.rows("SELECT next_document, next_word FROM bm25")
+        most = 1 << 30  # a word's number has 32 bits, a key 64
+        if not (0 <= number < most and 0 <= key < most**2):
+            raise _damage(link, "its next numbers are out of range")
         before = _distinct([self._terms[self._rows.row_of(name)] for name in removed])
         for name in removed:
             self._remove(name)

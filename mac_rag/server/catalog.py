@@ -61,9 +61,10 @@ def check_bank_name(name: str) -> None:
 class BankCatalog:
     """The banks in a folder, all open for writing. Thread-safe.
 
-    A bank is `banks/NAME`, with `bank`, a file or, for a bank in shards, a folder, and the folder `retriever`. BM25 needs
-    no folder: its index is in the bank's file, unless the bank is in shards. A bank gets its name when it is complete,
-    and loses the name before it is removed. The next start removes what a killed process has left of either step.
+    A bank is `banks/NAME`, with `bank`, a file or, for a bank in shards, a folder, and the folder `retriever`. BM25 has
+    no folder, because its index is in the bank's file, unless the bank is in shards. A bank gets its name when it is
+    complete, and loses the name before it is removed. The next start removes what a killed process has left of either
+    step.
 
     Args:
         folder: the server's folder.

@@ -304,5 +304,5 @@ def test_a_damaged_index_is_not_opened(bank: MemoryBank) -> None:
     BankBM25Retriever(bank).put([BRIDGE])
     with bank.changing() as link:
         link.write("UPDATE bm25_document SET text = 'Other text.'")
-    with pytest.raises(DamageError, match="document 'bridge'.*restore a backup"):
+    with pytest.raises(DamageError, match=r"document 'bridge'.*restore a backup"):
         BankBM25Retriever(bank)
