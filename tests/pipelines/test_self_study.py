@@ -144,7 +144,7 @@ class TestResuming:
         total = len(llm.requests)
         llm.requests.clear()
         llm.before = self._stop_at(place)
-        with pytest.raises(WorkerError, match="OSError: the line is dead; the same command goes on"):
+        with pytest.raises(WorkerError, match="OSError: the line is dead; the same command continues"):
             study([source], LLM, tmp_path / "stopped")
         assert not (tmp_path / "stopped" / "questions.jsonl").exists()
         before = len(llm.requests)
