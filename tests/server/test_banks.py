@@ -13,8 +13,8 @@ from urllib.parse import quote
 import httpx
 import pytest
 
-from mac_rag.data.types import Document
 from mac_rag.bank import MemoryBank
+from mac_rag.data.types import Document
 from mac_rag.model import MACModel
 from mac_rag.server.catalog import BankCatalog
 from tests.server.conftest import BRIDGE, PRESS, QUESTION
