@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from mac_rag.bank import MemoryBank
 from mac_rag.bank.bm25 import BankBM25Retriever, index_faults, index_size
 from mac_rag.bank.copies import backup, restore
+from mac_rag.bank.reduction import BoundedBank
 from mac_rag.bank.verify import verify
 from mac_rag.data.types import Document
 from mac_rag.errors import BankError, ConfigError, DamageError
@@ -183,6 +184,27 @@ def test_text_and_words_of_a_deleted_document_are_not_in_the_file(keep_texts: bo
     assert not any(word in left for word in (b"quetzal", b"vault", b"zanzibar"))
     assert names(retriever, "Who opened the quetzal?") == ["bridge"]
     assert verify(folder / "bank").clean
+
+
+def test_a_document_that_only_the_index_holds_leaves_no_bytes_either(bank: MemoryBank) -> None:
+    retriever = BankBM25Retriever(bank)
+    retriever.put([BRIDGE, RIVER])
+    bank.commit()
+    retriever.delete("river")
+    bank.commit()
+    assert b"ferry" not in bytes_of(bank)
+    assert b"Anna Berg" in bytes_of(bank)
+
+
+def test_a_document_that_a_bounded_bank_forgets_stays_in_the_index(folder: Path) -> None:
+    bank = MemoryBank.create(folder / "bank", "f00d", keep_texts=True)
+    bounded, retriever = BoundedBank(bank, 1, "random-pruning"), BankBM25Retriever(bank)
+    bounded.put([BRIDGE, RIVER], memory(2))
+    retriever.put([BRIDGE, RIVER])
+    bounded.put([Document("museum", "The museum of Sola.")], memory(1))
+    bank.commit()
+    assert len(bank) == 1
+    assert BankBM25Retriever(bank).documents(["bridge", "river"]) == [BRIDGE, RIVER]
 
 
 def commit_partly(path: Path) -> None:

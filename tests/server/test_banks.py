@@ -272,12 +272,14 @@ def test_logs_name_changes_and_no_text(mac_tiny: MACModel, tmp_path: Path, caplo
         assert secret not in "\n".join(own) + (tmp_path / "audit.jsonl").read_text()
 
 
-def test_a_crash_between_retriever_and_bank_is_finished_at_the_next_start(
-    mac_tiny: MACModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("kind", "left"), [("bm25", ["bridge"]), ("minilm", ["bridge", "press"])])
+def test_a_crash_between_retriever_and_commit(
+    kind: str, left: list[str], mac_tiny: MACModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The retriever is on the disk before the bank commits, so what the bank's intent names can be finished."""
+    """BM25 is in the bank's transaction, so nothing is left. Others are on the disk before the bank commits, so what
+    the bank's intent names is finished at the next start."""
     catalog = BankCatalog(tmp_path, mac_tiny)
-    bank = catalog.create("news", retriever="bm25", keep_texts=True, secure_delete=False)
+    bank = catalog.create("news", retriever=kind, keep_texts=True)
     bank.put([Document("bridge", BRIDGE)])
 
     class Killed(BaseException):
@@ -301,6 +303,10 @@ def test_a_crash_between_retriever_and_bank_is_finished_at_the_next_start(
     monkeypatch.undo()
     bank.bank.close()
     reopened = BankCatalog(tmp_path, mac_tiny).get("news")
-    assert sorted(reopened.bank.document_ids) == ["bridge", "press"]
+    assert sorted(reopened.bank.document_ids) == left
+    assert reopened.engine.retriever is not None
+    assert reopened.engine.retriever.held(["bridge", "press"]) == left
+    assert (tmp_path / "banks" / "news" / "retriever").exists() == (kind != "bm25")
+    reopened.put([Document("press", PRESS)])
     assert reopened.engine.answer([QUESTION])[0].text == "180"
     reopened.close()
