@@ -156,7 +156,7 @@ def test_texts_come_from_the_retriever_in_the_version_that_the_bank_remembers(
     assert [(name, text) for name, _, _, text in described(new.bank)] == [(each.id, each.text) for each in expected]
     # with the text at last, the first documents are not the same any more
     retriever.put([DOCUMENTS[1]])
-    with pytest.raises(BankError, match=r"are not the first ones of.*choose a new folder"):
+    with pytest.raises(BankError, match=r"are not the first ones of.*choose a new"):
         rebuild(bank, new, retriever, skip_missing=True)
 
 
@@ -234,7 +234,7 @@ class TestCommand:
         command = ("bank", "rebuild", "--bank", old, "--model", "mac-tiny", "--into")
         (tmp_path / "link").symlink_to(old)
         for same in (old, tmp_path / "link", old / "new"):
-            assert "choose a new folder for --into" in refusal(*command, same)
+            assert "choose a new file for --into" in refusal(*command, same)
         (tmp_path / "files").mkdir()
         (tmp_path / "files" / "notes.txt").touch()
         assert "other files, not a memory bank" in refusal(*command, tmp_path / "files")
