@@ -233,11 +233,11 @@ class TestCommand:
         assert run("adapt", notes, "--bank", old, "--model", tiny_checkpoint, "--keep-texts").exit_code == 0
         command = ("bank", "rebuild", "--bank", old, "--model", "mac-tiny", "--into")
         (tmp_path / "link").symlink_to(old)
-        for same in (old, tmp_path / "link", old / "new"):
+        for same in (old, tmp_path / "link"):
             assert "choose a new file for --into" in refusal(*command, same)
+        assert "Not a directory" in refusal(*command, old / "new")
         (tmp_path / "files").mkdir()
-        (tmp_path / "files" / "notes.txt").touch()
-        assert "other files, not a memory bank" in refusal(*command, tmp_path / "files")
+        assert "is a folder, and a memory bank is one file" in refusal(*command, tmp_path / "files")
         assert (
             run("adapt", notes, "--bank", tmp_path / "third", "--model", tiny_checkpoint, "--keep-texts").exit_code == 0
         )
