@@ -9,6 +9,8 @@ The retriever holds the texts and is the source of truth; the bank follows it. A
 
 An error in any step undoes the whole change. After a crash, or an error after which the retriever cannot be restored,
 the bank is out of date: the intent names the documents to look at, and the retriever holds their texts.
+
+A retriever that is in the bank's own file changes with one commit of the bank, and needs no intent.
 """
 
 from __future__ import annotations
@@ -167,9 +169,11 @@ class SyncedBank:
         Returns:
             What `write_to_bank` returns.
         """
-        if self.retriever is None or not documents:
+        if self.retriever is None or not documents or self.retriever.is_in(self.bank):
             with self._all_or_nothing((), (), commits=1):
                 result = write_to_bank()
+                if self.retriever is not None and documents:
+                    self.retriever.put(documents)
                 self.bank.commit(None if self.retriever is None else Intent())
             return result
         ids = [document.id for document in documents]
@@ -189,7 +193,7 @@ class SyncedBank:
 
         Args:
             document_ids: ids of the documents to delete.
-            persist: saves the retriever; called after the retriever has changed and before the bank does.
+            persist: saves a retriever outside of the bank's file; called after it has changed and before the bank does.
 
         Raises:
             BankError: for an id that neither holds, before anything changes.
@@ -203,6 +207,13 @@ class SyncedBank:
                     f"no document {name!r} in {place}" + ("" if self.retriever is None else " or its retriever")
                 )
         pending = self.bank.intent
+        if self.retriever is not None and self.retriever.is_in(self.bank):
+            with self._all_or_nothing((), (), commits=1):
+                for name in in_retriever:
+                    self.retriever.delete(name)
+                from_bank = self._forget(ids)
+                self.bank.commit()
+            return Deletion(from_bank, tuple(in_retriever))
         with self._all_or_nothing(in_retriever, self._held(in_retriever), persist, commits=2 if in_retriever else 1):
             if in_retriever:
                 self.bank.commit(Intent(puts=pending.puts, deletes=(*pending.deletes, *ids)))
@@ -316,15 +327,21 @@ class SyncedBank:
                 "emptied"
             )
         with self._all_or_nothing((), (), commits=1):
-            self._forget([*before.surplus, *before.outdated])
+            self._forget(before.surplus)
             bank.commit()
+        self._remember(before.outdated, remember, group)  # may cost others that they were merged with
         missing = difference(bank, retriever).missing
-        for first in range(0, len(missing), group):
-            with self._all_or_nothing((), (), commits=1):
-                remember(retriever.documents(missing[first : first + group]))
-                bank.commit()
+        self._remember(missing, remember, group)
         outdated = set(before.outdated)
         return Reconciliation(tuple(name for name in missing if name not in outdated), before.outdated, before.surplus)
+
+    def _remember(self, document_ids: Sequence[str], remember: Remember, group: int) -> None:
+        """Writes documents of the retriever to the bank, in commits of so many."""
+        assert self.retriever is not None
+        for first in range(0, len(document_ids), group):
+            with self._all_or_nothing((), (), commits=1):
+                remember(self.retriever.documents(document_ids[first : first + group]))
+                self.bank.commit()
 
     def _forget(self, document_ids: Sequence[str]) -> tuple[str, ...]:
         """Deletes the documents that the bank holds; returns their ids, and those of documents merged with them."""

@@ -30,6 +30,8 @@ from mac_rag.data.newswire.generate import generate
 from mac_rag.lm.prefix_lm import PrefixLM, PrefixLMConfig
 from mac_rag.model import MACModel
 
+# Folder of a tiny saved model, by its name: the fixture `model_folder`.
+Folder = Callable[[str], Path]
 # JSON that is beyond the bounds of `mac_rag.untrusted_files`.
 DEEP = "[" * 10_000 + "]" * 10_000
 DIGITS = "9" * 5_000
@@ -133,6 +135,26 @@ def _save(model: Any, folder: Path, template: str) -> Path:
     model.save_pretrained(folder)
     save_tokenizer(folder, template)
     return folder
+
+
+def built(config: MACConfig, seed: int = 0) -> MACModel:
+    """The model of a configuration, with the same random weights each time."""
+    torch.manual_seed(seed)
+    return MACModel.from_config(config, device="cpu")
+
+
+def reloaded(model: MACModel, folder: Path, **options: Any) -> MACModel:
+    """What comes back of a model from its checkpoint in a folder."""
+    model.save_pretrained(folder, **options)
+    return MACModel.from_pretrained(folder, device="cpu")
+
+
+def strong(model: MACModel) -> MACModel:
+    """The model with a modulation that changes what is generated."""
+    torch.manual_seed(3)
+    for parameter in model.modulation.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    return model
 
 
 def mac_config(lm: Path, encoder: Path | None = None, design: Any = "decoder-only", **values: Any) -> MACConfig:

@@ -103,7 +103,7 @@ def test_an_interrupt_says_what_is_kept_and_the_command_goes_on(
         (tmp_path / f"{number:02}.txt").write_text(document.text)
     files = sorted(tmp_path.glob("*.txt"))
     options = ["--bank", tmp_path / "bank", "--model", tiny_checkpoint]
-    options += ["--retriever", "bm25", "--retriever-folder", tmp_path / "texts"] if retriever else []
+    options += ["--retriever", "bm25"] if retriever else []
     monkeypatch.setattr(adapting, "GROUP", 5)
     encoded = 0
     encode = adapting.DocumentWriter._encode

@@ -51,9 +51,8 @@ def test_adapting_tokenizes_a_document_once(
 ) -> None:
     for number, text in enumerate(TEXTS):
         (tmp_path / f"{number}.txt").write_text(text)
-    folder = ["--retriever-folder", str(tmp_path / "texts")] if retriever else []
     files = [str(tmp_path / f"{number}.txt") for number in range(len(TEXTS))]
-    command = ["adapt", *files, "--bank", str(tmp_path / "bank"), "--model", str(tiny_checkpoint), *retriever, *folder]
+    command = ["adapt", *files, "--bank", str(tmp_path / "bank"), "--model", str(tiny_checkpoint), *retriever]
     finished = CliRunner().invoke(app, command)
     assert finished.exit_code == 0, finished.output
     assert [containing(tokenized, text) for text in TEXTS] == [{text: 1} for text in TEXTS]

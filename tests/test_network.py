@@ -50,7 +50,7 @@ def test_the_watch_notices(asked: list[str]) -> None:
 
 def test_the_command_line(asked: list[str], tmp_path: Path) -> None:
     (tmp_path / "may.txt").write_text(TEXT)
-    place = ["--bank", str(tmp_path / "bank"), "--retriever", "bm25", "--retriever-folder", str(tmp_path / "texts")]
+    place = ["--bank", str(tmp_path / "bank"), "--retriever", "bm25"]
     for command in (
         ["adapt", str(tmp_path / "may.txt"), "--model", "mac-tiny", *place],
         ["ask", "Who was appointed?", "--model", "mac-tiny", *place],

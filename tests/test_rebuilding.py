@@ -11,6 +11,7 @@ import torch
 from mac_rag import rebuilding
 from mac_rag.bank import MemoryBank
 from mac_rag.bank.bank import Contents
+from mac_rag.bank.bm25 import BankBM25Retriever
 from mac_rag.bank.database import Connection
 from mac_rag.config import BoundConfig
 from mac_rag.data.newswire.generate import generate
@@ -207,7 +208,7 @@ class TestCommand:
         old, new = tmp_path / "old", tmp_path / "new"
         holder: tuple[object, ...] = ("--retriever", f"chroma:{tmp_path / 'texts'}")
         if kind == "bm25":
-            holder = ("--retriever", "bm25", "--retriever-folder", tmp_path / "texts")
+            holder = ("--retriever", "bm25")
         assert run("adapt", notes, "--bank", old, "--model", tiny_checkpoint, *holder).exit_code == 0
         command = ("bank", "rebuild", "--bank", old, "--into", new, "--model", "mac-tiny")
         assert "keeps no texts; give the retriever" in refusal(*command)
@@ -217,10 +218,14 @@ class TestCommand:
         with_texts = tmp_path / "with texts"
         assert run(*command[:5], with_texts, *command[6:], *holder, "--keep-texts").exit_code == 0
         assert MemoryBank.open(with_texts)["1"].texts == ("Rain fell on Kell.",)
-        retriever = make_retriever(str(holder[1]), folder=tmp_path / "texts" if kind == "bm25" else None)
-        retriever.delete("1")
         if kind == "bm25":
-            retriever.save(tmp_path / "texts")
+            with MemoryBank.open(old, write=True) as opened:
+                BankBM25Retriever(opened).delete("1")
+                opened.commit()
+        else:
+            retriever = make_retriever(str(holder[1]))
+            assert retriever is not None
+            retriever.delete("1")
         fewer = tmp_path / "fewer"
         assert refusal(*command[:5], fewer, *command[6:], *holder).endswith("(--skip-missing):\n  1")
         assert not fewer.exists()
@@ -237,7 +242,7 @@ class TestCommand:
             assert "choose a new file for --into" in refusal(*command, same)
         assert "Not a directory" in refusal(*command, old / "new")
         (tmp_path / "files").mkdir()
-        assert "is a folder, and a memory bank is one file" in refusal(*command, tmp_path / "files")
+        assert "is a directory" in run(*command, tmp_path / "files").output
         assert (
             run("adapt", notes, "--bank", tmp_path / "third", "--model", tiny_checkpoint, "--keep-texts").exit_code == 0
         )

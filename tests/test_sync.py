@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,8 @@ from typer.testing import CliRunner, Result
 
 from mac_rag import sync
 from mac_rag.bank import MemoryBank
+from mac_rag.bank.bm25 import BankBM25Retriever
+from mac_rag.bank.database import Connection
 from mac_rag.bank.interface import Intent
 from mac_rag.cli.main import app
 from mac_rag.data.newswire.generate import generate
@@ -72,9 +75,11 @@ def retriever(kind: str, folder: Path) -> Retriever:
     return HybridRetriever([BM25Retriever(), retriever("chroma", folder)])
 
 
-@pytest.mark.parametrize("kind", ["bm25", "dense", "hybrid", "chroma"])
+@pytest.mark.parametrize("kind", ["bm25", "bm25 in the bank", "dense", "hybrid", "chroma"])
 def test_every_change_goes_to_both(kind: str, tiny_model: MACModel, tmp_path: Path) -> None:
-    engine = MACEngine(tiny_model, retriever=retriever(kind, tmp_path))
+    bank = MemoryBank(tiny_model.fingerprint)
+    held = BankBM25Retriever(bank) if kind == "bm25 in the bank" else retriever(kind, tmp_path)
+    engine = MACEngine(tiny_model, bank, held)
     assert engine.adapt(STREAM).filed == 8
     assert agree(engine)
     assert engine.adapt(STREAM).filed == 0
@@ -84,8 +89,8 @@ def test_every_change_goes_to_both(kind: str, tiny_model: MACModel, tmp_path: Pa
     assert agree(engine)
     assert len(engine.retriever) == len(engine.bank) == 7
     assert engine.retriever.documents([CHANGED.id]) == [CHANGED]
-    done = engine.reconcile()
-    assert (done.added, done.updated, done.deleted) == ((), (), ())
+    repaired = engine.reconcile()
+    assert (repaired.added, repaired.updated, repaired.deleted) == ((), (), ())
 
 
 @pytest.mark.parametrize("step", ["the retriever", "the last commit"])
@@ -127,8 +132,8 @@ def test_a_bank_follows_a_retriever_that_was_changed_without_it(tiny_model: MACM
     engine.adapt(STREAM[:4])
     filed.put([CHANGED, STREAM[5]])
     filed.delete(STREAM[0].id)
-    done = engine.reconcile()
-    assert (done.added, done.updated, done.deleted) == ((STREAM[5].id,), (CHANGED.id,), (STREAM[0].id,))
+    repaired = engine.reconcile()
+    assert (repaired.added, repaired.updated, repaired.deleted) == ((STREAM[5].id,), (CHANGED.id,), (STREAM[0].id,))
     assert agree(engine)
 
 
@@ -219,66 +224,138 @@ def test_a_document_of_another_tenant_now_is_one_that_changed(tiny_model: MACMod
     assert engine.retriever.documents(["1"]) == [moved]
 
 
-def test_the_command_line_keeps_both(tiny_checkpoint: Path, tmp_path: Path) -> None:
-    def run(*arguments: object) -> str:
-        result = CliRunner().invoke(app, [str(argument) for argument in arguments])
-        assert result.exit_code == 0, (result.output, result.exception)
-        return result.stdout
-
-    bank, file = tmp_path / "bank", tmp_path / "rows.jsonl"
-    file.write_text('{"id": "1", "text": "Rain fell on Kell."}\n{"id": "2", "text": "Snow fell on Tarn."}\n')
-    common = ("--bank", bank, "--model", tiny_checkpoint, "--retriever", "bm25", "--retriever-folder", tmp_path / "r")
-    assert "2 documents written to bm25, which holds 2" in run("adapt", file, *common)
-    assert run("ask", "Where did snow fall?", *common, "--k", 1)
-    run("bank", "delete", "2", "--bank", bank)
-    asked = CliRunner().invoke(app, ["ask", "Where did snow fall?", *map(str, common)])
-    assert asked.exit_code == 0
-    remedy = f"mac-rag reconcile --bank {bank} --retriever bm25 --retriever-folder {tmp_path / 'r'}"
-    assert asked.stderr.splitlines()[-1] == (
-        f"warning: {bank} and bm25 do not agree (1 missing from the bank); repair the bank: {remedy}"
-    )
-    assert run("reconcile", *common) == "1 added, 0 updated, 0 deleted; bank and bm25 hold 2 documents\n"
-    for wrong, message in (
-        (common[:6], "give one with --retriever-folder"),
-        ((*common, "--retriever", "none"), "takes no folder; leave out --retriever-folder"),
-    ):
-        refused = CliRunner().invoke(app, ["adapt", str(file), *map(str, wrong)])
-        assert message in str(refused.exception)
+def run(*arguments: object) -> Result:
+    return CliRunner().invoke(app, [str(argument) for argument in arguments])
 
 
-def test_a_document_is_deleted_from_both_by_one_command(tiny_checkpoint: Path, tmp_path: Path) -> None:
-    def run(*arguments: object) -> Result:
-        return CliRunner().invoke(app, [str(argument) for argument in arguments])
+def done(*arguments: object) -> str:
+    result = run(*arguments)
+    assert result.exit_code == 0, (result.output, result.exception)
+    return result.stdout
 
-    bank, file, folder = tmp_path / "bank", tmp_path / "rows.jsonl", tmp_path / "r"
+
+@pytest.fixture
+def rows(tmp_path: Path) -> Path:
+    file = tmp_path / "rows.jsonl"
     file.write_text("".join(f'{{"id": "{number}", "text": "Rain fell on Kell {number}."}}\n' for number in range(4)))
-    both = ("--bank", bank, "--retriever", "bm25", "--retriever-folder", folder)
-    assert run("adapt", file, *both, "--model", tiny_checkpoint).exit_code == 0
-    shown = run("bank", "delete", "2", "0", *both).stdout
-    assert shown == f"2 deleted; {bank} holds 2 documents\n2 deleted from bm25, which holds 2\n"
-    assert MemoryBank.open(bank).document_ids == ["1", "3"]
-    assert BM25Retriever.load(folder).content_hashes().keys() == {"1", "3"}
-    assert not any(b"Kell 2" in path.read_bytes() for path in folder.rglob("*") if path.is_file())
-    # Of several ids, one of which is unknown, none is deleted; nor from a retriever that is not the bank's.
-    assert "'7' in" in str(run("bank", "delete", "1", "7", *both).exception)
-    (tmp_path / "empty").mkdir()
-    emptied = (*both[:4], "--retriever-folder", tmp_path / "empty")
-    assert "holds no documents" in str(run("bank", "delete", "1", *emptied).exception)
-    assert len(MemoryBank.open(bank)) == len(BM25Retriever.load(folder)) == 2
-    # What an interruption left in one of the two goes with the same command.
-    run("bank", "delete", "1", "--bank", bank)
-    assert run("bank", "delete", "1", *both).stdout.splitlines()[1] == "1 deleted from bm25, which holds 1"
-    half = BM25Retriever.load(folder)
-    half.add([Document("9", "Snow.")])
-    half.delete("3")
-    half.save(folder)
-    with MemoryBank.open(bank, write=True) as interrupted:
-        interrupted.commit(Intent(puts=("9",)))
-    assert run("bank", "delete", "3", *both).stdout.startswith("1 deleted;")
-    # And what else was interrupted is still to be finished.
+    return file
+
+
+def test_the_command_line_keeps_bank_and_index_in_step(tiny_checkpoint: Path, tmp_path: Path, rows: Path) -> None:
+    bank = tmp_path / "bank"
+    common = ("--bank", bank, "--model", tiny_checkpoint)
+    bm25 = (*common, "--retriever", "bm25")
+    assert "4 documents written to bm25, which holds 4" in done("adapt", rows, *bm25)
+    assert done("ask", "Where did rain fall?", *bm25, "--k", 1)
+    assert "bm25           an index of 4 documents\n" in done("bank", "info", "--bank", bank)
+    new = tmp_path / "new.txt"
+    new.write_text("Snow fell on Tarn.")
+    assert "1 documents written to bm25, which holds 5" in done("adapt", new, *common)  # also if nobody names it
+    shown = done("bank", "delete", "2", "0", "--bank", bank)
+    assert shown == f"2 deleted; {bank} holds 3 documents\n2 deleted from bm25, which holds 3\n"
+    assert b"Kell 2" not in b"".join(file.read_bytes() for file in tmp_path.glob("bank*"))
+    assert done("reconcile", *bm25) == "0 added, 0 updated, 0 deleted; bank and bm25 hold 3 documents\n"
+    # Of several ids, one of which is unknown, none is deleted.
+    assert "'7' in" in str(run("bank", "delete", "1", "7", "--bank", bank).exception)
+    with MemoryBank.open(bank) as opened:
+        assert len(opened) == len(BankBM25Retriever(opened)) == 3
+
+
+def test_a_bank_that_differs_from_its_index_is_repaired(tiny_checkpoint: Path, tmp_path: Path, rows: Path) -> None:
+    bank = tmp_path / "bank"
+    bm25 = ("--bank", bank, "--model", tiny_checkpoint, "--retriever", "bm25")
+    done("adapt", rows, *bm25)
     with MemoryBank.open(bank, write=True) as opened:
-        assert MACEngine(str(tiny_checkpoint), opened, BM25Retriever.load(folder)).bank.document_ids == ["9"]
-        assert not opened.intent
+        retriever = BankBM25Retriever(opened)
+        retriever.put([Document("1", "Hail fell on Kell.")])
+        opened.delete("2", from_index=False)
+        retriever.delete("3")
+        opened.commit()
+    asked = run("ask", "Where did rain fall?", *bm25)
+    assert asked.exit_code == 0
+    assert asked.stderr.splitlines()[-1] == (
+        f"warning: {bank} and bm25 do not agree (1 missing from the bank, 1 outdated in it, 1 only in it); repair the "
+        f"bank: mac-rag reconcile --bank {bank} --retriever bm25"
+    )
+    assert done("reconcile", *bm25) == "1 added, 1 updated, 1 deleted; bank and bm25 hold 3 documents\n"
+    assert run("ask", "Where did rain fall?", *bm25).stderr == ""
+
+
+def test_a_rebuilt_bank_gets_its_texts_and_its_index_from_the_index(
+    tiny_checkpoint: Path, tmp_path: Path, rows: Path
+) -> None:
+    done("adapt", rows, "--bank", tmp_path / "old", "--model", tiny_checkpoint, "--retriever", "bm25")
+    rebuild = ("bank", "rebuild", "--bank", tmp_path / "old", "--into", tmp_path / "new", "--model", tiny_checkpoint)
+    assert "keeps no texts; give the retriever" in str(run(*rebuild).exception)
+    done(*rebuild, "--retriever", "bm25")
+    with MemoryBank.open(tmp_path / "new") as new, MemoryBank.open(tmp_path / "old") as old:
+        assert disagreement(new, BankBM25Retriever(new)) is None
+        assert BankBM25Retriever(new).content_hashes() == BankBM25Retriever(old).content_hashes()
+
+
+def test_a_folder_is_for_retrievers_that_need_one(tiny_checkpoint: Path, tmp_path: Path, rows: Path) -> None:
+    common = ("--bank", tmp_path / "bank", "--model", tiny_checkpoint, "--retriever")
+    for wrong, message in (
+        (("hybrid",), "give one with --retriever-folder"),
+        (("none", "--retriever-folder", tmp_path / "r"), "takes no folder; leave out --retriever-folder"),
+        (("bm25", "--retriever-folder", tmp_path / "r"), "the bank's file holds it; leave out --retriever-folder"),
+        (("bm26",), "unknown retriever 'bm26'"),
+    ):
+        assert message in str(run("adapt", rows, *common, *wrong).exception)
+    assert not (tmp_path / "bank").exists()
+
+
+def test_a_change_of_bank_and_index_is_one_commit(tiny_model: MACModel, tmp_path: Path) -> None:
+    bank = MemoryBank.create(tmp_path / "bank", tiny_model.fingerprint)
+    engine = MACEngine(tiny_model, bank, BankBM25Retriever(bank))
+    intents: list[Intent | None] = []
+    engine.adapt(STREAM[:2])
+    versions = [commits(bank)]
+    commit = bank.commit
+
+    def noted(intent: Intent | None = None) -> None:
+        intents.append(intent)
+        commit(intent)
+
+    bank.commit = noted  # type: ignore[method-assign]
+    engine.adapt([CHANGED, *STREAM[2:]])
+    versions.append(commits(bank))
+    engine.forget(STREAM[0].id)
+    versions.append(commits(bank))
+    assert versions == [versions[0], versions[0] + 1, versions[0] + 2]
+    assert not any(intents)
+    assert agree(engine)
+
+
+def commits(bank: MemoryBank) -> int:
+    [(version,)] = bank.connection.rows("SELECT value FROM setting WHERE name = 'version'")
+    return int(version)
+
+
+@pytest.mark.parametrize("what", ["adapt", "forget"])
+def test_a_commit_that_fails_leaves_bank_and_index_as_they_were(
+    what: str, tiny_model: MACModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bank = MemoryBank.create(tmp_path / "bank", tiny_model.fingerprint)
+    engine = MACEngine(tiny_model, bank, BankBM25Retriever(bank))
+    engine.adapt(STREAM[:3])
+    change = partial(engine.adapt, [CHANGED, *STREAM[2:]]) if what == "adapt" else partial(engine.forget, CHANGED.id)
+    write = Connection.write
+
+    def refused(self: Connection, statement: str, many: Any = None) -> None:
+        if statement == "COMMIT":
+            raise BankError("the disk is full")
+        write(self, statement, many)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Connection, "write", refused)
+        with pytest.raises(BankError, match="the disk is full"):
+            change()
+    assert engine.retriever is not None
+    assert engine.retriever.documents([document.id for document in STREAM[:3]]) == list(STREAM[:3])
+    assert len(engine.retriever) == len(bank) == 3
+    change()
+    assert agree(engine)
 
 
 def test_large_ones_are_compared_by_number(tiny_model: MACModel, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,6 +19,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple, TypeAlias
 
+import numpy as np
 import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from safetensors import SafetensorError
@@ -63,6 +64,12 @@ _MOST = 500  # values of a query
 _SUMMARIES = 8192  # rows whose summaries are read in one query
 # From this many rows on, the keys of a bank are kept in a file of their own, which takes less time to read.
 _MANY_ROWS = 20_000
+_SOME_WORDS = "SELECT key, words FROM bm25_document WHERE key > ? ORDER BY key LIMIT ?"
+# A document of the index whose text only the bank holds gets it back before the bank deletes it.
+_TAKE_TEXT = (
+    "UPDATE bm25_document SET text = (SELECT text.text FROM document JOIN text ON text.document = document.key "
+    "WHERE document.id = bm25_document.id) WHERE text IS NULL AND id = ?"
+)
 _REMEDY = "; restore a backup, or delete it and adapt to it again"
 _Count = Annotated[int, Field(ge=0, lt=SEQUENCES)]
 _Positive = Annotated[int, Field(ge=1, lt=1 << 31)]
@@ -141,11 +148,14 @@ class Contents:
         version: a number that grows with every change of the bank.
         history: a number that grows when the bank on disk turns out not to continue the one that was read before, as
             after the return of a backup. Only within one history does the key of a row say which row it is.
+        index_version: a number that grows when the index in the bank has changed otherwise than by its retriever: after
+            `rollback`, `refresh` and `delete`.
     """
 
     path: Path | None = None
     version = 0
     history = 0
+    index_version = 0
 
     def __init__(self, state: State) -> None:
         self._state = state
@@ -825,7 +835,7 @@ class MemoryBank(Contents):
             )
         if self.quantizer is None:
             data = tensor_bytes({name: tensor.contiguous() for name, tensor in quantizer.tensors.items()})
-            with self._changing() as link:
+            with self.changing() as link:
                 link.write("INSERT INTO codebook VALUES (1, ?, ?)", [(data, zlib.crc32(data))])
             self._state = self._state._replace(quantizer=quantizer)
         self._set(layout=layout.quantized(quantizer))
@@ -863,7 +873,7 @@ class MemoryBank(Contents):
         entries = self._checked(documents, phi, rows)
         encoded = self._encoded(phi, summarise)
         names = dict.fromkeys(document.id for document in documents)
-        with self._changing() as link:
+        with self.changing() as link:
             replaced = self._entries_of(link, list(names))
             removed = self._delete(link, replaced)
             self._insert(link, encoded, entries)
@@ -895,7 +905,7 @@ class MemoryBank(Contents):
             return
         keys = {name: self._found(name) for name in members}
         sequences = sorted({key >> PART_BITS for key in keys.values()})
-        with self._changing() as link:
+        with self.changing() as link:
             link.write(
                 "UPDATE document SET content_hash = ?, metadata = ?, added = ?, crc = ?, hash = ?, moment = ?, "
                 "supersedes = ?, index_crc = ? WHERE key = ?",
@@ -929,15 +939,19 @@ class MemoryBank(Contents):
         members = tuple(member for entry in merged for member in entry.members)
         texts = tuple(text for entry in merged for text in entry.texts)
         encoded = self._encoded(phi)
-        with self._changing() as link:
+        with self.changing() as link:
             self._delete(link, sorted(found))
             self._insert(link, encoded, [NewEntry(len(phi), members, texts)])
 
-    def delete(self, document_id: str) -> tuple[str, ...]:
+    def delete(self, document_id: str, *, from_index: bool = True) -> tuple[str, ...]:
         """Deletes a document with all its rows.
 
         The share of one document cannot be taken out of merged memory tokens. So the whole entry is deleted, and the
-        document has no influence afterwards.
+        document has no influence afterwards. An index in the bank keeps the documents that it was merged with.
+
+        Args:
+            document_id: id of the document.
+            from_index: also delete it from an index in the bank.
 
         Returns:
             Ids of all deleted documents: this one, and those that it was merged with.
@@ -947,8 +961,24 @@ class MemoryBank(Contents):
         """
         self._check_writable()
         sequence = self._found(document_id) >> PART_BITS
-        with self._changing() as link:
+        with self.changing() as link:
+            if from_index:
+                self._delete_indexed(link, document_id)
             return self._delete(link, [sequence])
+
+    def _delete_indexed(self, link: Connection, document_id: str) -> None:
+        """Deletes a document from the index in the bank, and the words that no other document has."""
+        found = link.rows("SELECT words FROM bm25_document WHERE id = ?", (document_id,))
+        if not found:
+            return
+        link.write("DELETE FROM bm25_document WHERE id = ?", [(document_id,)])
+        unused = np.unique(np.frombuffer(found[0][0], "<i4"))
+        last = -1
+        while len(unused) and (others := link.rows(_SOME_WORDS, (last, _PAGE))):
+            unused = np.setdiff1d(unused, np.frombuffer(b"".join(words for _, words in others), "<i4"))
+            last = others[-1][0]
+        link.write("DELETE FROM bm25_word WHERE number = ?", [(number,) for number in unused.tolist()])
+        self.index_version += 1
 
     def restore(self, entries: Iterable[BankEntry]) -> None:
         """Appends entries of another bank.
@@ -966,7 +996,7 @@ class MemoryBank(Contents):
                 if member.document_id in self:
                     raise BankError(f"this bank holds document {member.document_id!r} already; delete it first")
             encoded = self._encoded(entry.phi)
-            with self._changing() as link:
+            with self.changing() as link:
                 self._insert(link, encoded, [NewEntry(entry.rows, entry.members, entry.texts)])
 
     def _encoded(self, phi: Tensor, summarise: Summarise | None = None) -> Rows:
@@ -1008,9 +1038,22 @@ class MemoryBank(Contents):
             )
 
     @contextmanager
-    def _changing(self) -> Iterator[Connection]:
-        """Changes the file: all of the block or, on an error, nothing of it."""
+    def changing(self, *, erases: bool = False) -> Iterator[Connection]:
+        """Changes tables of the file, as a part of what the next `commit` writes: all of the block or nothing of it.
+
+        Args:
+            erases: True if the block deletes something, which is then cleaned out of the log after the commit.
+
+        Yields:
+            The connection that changes the file. Only an index in the bank, such as that of
+            `mac_rag.bank.bm25.BankBM25Retriever`, writes to it from outside of this class, to its own tables.
+
+        Raises:
+            BankError: when the bank is not open for writing.
+        """
+        self._check_writable()
         assert self._database is not None
+        self._is_unclean |= erases
         link = self._database.writer
         assert link is not None
         added, removed, touched, state = len(self._added), set(self._removed), set(self._touched), self._state
@@ -1061,6 +1104,8 @@ class MemoryBank(Contents):
             for span in spans
             for (name,) in link.rows("SELECT id FROM document WHERE key >= ? AND key < ? ORDER BY key", span)
         ]
+        if self.keep_texts:
+            link.write(_TAKE_TEXT, [(name,) for name in names])
         for table in ("document", "row"):
             link.write(f"DELETE FROM {table} WHERE key >= ? AND key < ?", spans)
         link.write("DELETE FROM entry WHERE sequence = ?", [(sequence,) for sequence in sequences])
@@ -1097,6 +1142,10 @@ class MemoryBank(Contents):
         if self.keep_texts:
             kept = [(key, text) for key, _, text in keyed if text is not None]
             link.write("INSERT INTO text VALUES (?, ?)", kept)
+            link.write(
+                "UPDATE bm25_document SET text = NULL WHERE id = ? AND text = ?",
+                [(member.document_id, text) for _, member, text in keyed],
+            )
         keys = [record.sequence << PART_BITS | number for record in records for number in range(record.rows)]
         packed: list[PackedRow] = self.layout.pack(rows)
         crcs = [row.crcs for row in packed]
@@ -1189,11 +1238,12 @@ class MemoryBank(Contents):
             if settings.version != self._committed.settings.version:  # the commit that failed has succeeded
                 self._settle(settings)
                 return
-            if self._state is not self._committed or self._added or self._removed:
+            if self.version != self._committed_version or self._state is not self._committed:
                 self._unused = max(self._unused, self._state.settings.next_sequence)
                 self._added, self._removed, self._touched = [], set(), set()
                 self._state = self._committed
                 self.version += 1
+                self.index_version += 1
                 self._committed_version = self.version
 
     def compact(self) -> None:
@@ -1275,6 +1325,7 @@ class MemoryBank(Contents):
             self.history += 1
         self._state = self._committed = state
         self.version += 1
+        self.index_version += 1
         self._committed_version = self.version
         del pin
         unlogged = database.pin_without_log()

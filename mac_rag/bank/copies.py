@@ -100,6 +100,7 @@ def _renumber(path: Path, version: int, next_sequence: int) -> None:
         numbers = {"version": version, "changes_since": version, "next_sequence": next_sequence}
         link.write(PUT_SETTING, setting_rows(numbers.items()))
         link.write("DELETE FROM change")
+        link.write("UPDATE bm25 SET lineage = ?", [(secrets.token_hex(8),)])
         link.write("INSERT INTO writer VALUES (?, ?)", [(version, secrets.token_hex(8))])
         link.write("COMMIT")
 

@@ -1,14 +1,17 @@
 """The file of a bank: a SQLite database with its schema, its connections and its errors.
 
-    setting    what holds for the whole bank, by name, as JSON
-    entry      the entries, in the order of arrival
-    document   the documents of the entries, without their texts
-    text       their texts, in a bank that keeps texts
-    row        the memory tokens
-    overview   what is read of every row before the first question
-    codebook   with rows pq, what their codes are looked up in
-    change     which entries were deleted or described anew, and in which commit
-    writer     which writer has made the commits from one on
+    setting         what holds for the whole bank, by name, as JSON
+    entry           the entries, in the order of arrival
+    document        the documents of the entries, without their texts
+    text            their texts, in a bank that keeps texts
+    row             the memory tokens
+    overview        what is read of every row before the first question
+    codebook        with rows pq, what their codes are looked up in
+    change          which entries were deleted or described anew, and in which commit
+    writer          which writer has made the commits from one on
+    bm25            the settings of the BM25 index in the bank, and its next numbers; empty without an index
+    bm25_document   the documents of the index, each with its words; a text that `text` holds is only there
+    bm25_word       the words of the index
 
 The key of a document or row is the number of its entry times 2 ** 16, and its number within the entry. The database has
 a write-ahead log: readers see one commit while a writer makes the next. One process at a time writes; it holds the lock
@@ -60,6 +63,11 @@ SCHEMA = (
     "CREATE TABLE change (version INTEGER NOT NULL, entry INTEGER NOT NULL, PRIMARY KEY (version, entry)) "
     "STRICT, WITHOUT ROWID",
     "CREATE TABLE writer (version INTEGER PRIMARY KEY, name TEXT NOT NULL) STRICT",
+    "CREATE TABLE bm25 (number INTEGER PRIMARY KEY CHECK (number = 1), settings TEXT NOT NULL, lineage TEXT NOT NULL, "
+    "next_document INTEGER NOT NULL, next_word INTEGER NOT NULL) STRICT",
+    "CREATE TABLE bm25_document (key INTEGER PRIMARY KEY, id TEXT NOT NULL UNIQUE, metadata TEXT NOT NULL, text TEXT, "
+    "words BLOB NOT NULL, crc INTEGER NOT NULL) STRICT",
+    "CREATE TABLE bm25_word (number INTEGER PRIMARY KEY, word TEXT NOT NULL, crc INTEGER NOT NULL) STRICT",
 )
 # Endings of the files beside a bank: of SQLite, the lock, the derived keys, and a file that is not complete yet.
 WAL, SHM, LOCK, KEYS, UNFINISHED = "-wal", "-shm", "-lock", "-keys", "-new"

@@ -137,7 +137,7 @@ class BoundedBank:
         # Seeded by the arrival itself, so that a restarted process continues as the old one would have.
         rng = random.Random(f"{self.seed}/{sequence}")
         if self.method == "random-pruning":
-            self._forgotten += self.bank.delete(self._remove(rng.choice(self._entries)))
+            self._forgotten += self.bank.delete(self._remove(rng.choice(self._entries)), from_index=False)
             return
         first, second = rng.sample(self._entries, 2) if self._closest is None else self._closest.pair()
         mean = (self._tokens(first) + self._tokens(second)) / 2

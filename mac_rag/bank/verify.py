@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 
 from mac_rag.bank.bank import MemoryBank
+from mac_rag.bank.bm25 import index_faults
 from mac_rag.data.document_ids import id_hash
 from mac_rag.errors import BankError, DamageError
 
@@ -39,7 +40,7 @@ class Verification:
 
 
 def verify(path: str | Path) -> Verification:
-    """Checks a bank: SQLite's own check of its file, and all rows, documents and texts by their checksums.
+    """Checks a bank: SQLite's own check of its file, and all rows, documents, texts and the index by their checksums.
 
     Args:
         path: file of the bank.
@@ -73,6 +74,7 @@ def verify(path: str | Path) -> Verification:
             try_to(partial(_check_entry, bank, sequence))
         if bank.layout.summary:
             try_to(lambda: list(bank.overview()))
+        try_to(lambda: faults.update(dict.fromkeys(index_faults(bank))))
         return Verification(path, len(bank), tuple(faults))
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from mac_rag.cli.models import known_name
-from mac_rag.cli.options import BankOption, FolderOption, RetrieverOption, open_retriever
+from mac_rag.cli.options import BankOption, FolderOption, RetrieverOption, open_retriever, with_index
 from mac_rag.cli.terminal import say
 from mac_rag.errors import ConfigError
 from mac_rag.untrusted_files import printable
@@ -29,6 +29,8 @@ app = typer.Typer(no_args_is_help=True, help="Inspect a memory bank, delete from
 @app.command()
 def info(bank: BankOption) -> None:
     """Show the size of a bank, and which model wrote it."""
+    from mac_rag.bank.bm25 import index_size
+
     with _open(bank) as opened:
         say(f"documents      {len(opened):,}")
         if opened.row_shape is not None:
@@ -40,6 +42,8 @@ def info(bank: BankOption) -> None:
         each = f", {size / len(opened) / 2**10:,.1f} KiB a document" if len(opened) else ""
         say(f"on disk        {size / 2**20:,.1f} MiB{each}")
         say(f"texts          {'kept' if opened.keep_texts else 'not kept'}")
+        indexed = index_size(opened)
+        say(f"bm25           {'no index' if indexed is None else f'an index of {indexed:,} documents'}")
         name = known_name(opened)
         say(f"model          {f'{name}, ' if name else ''}{opened.fingerprint}")
 
@@ -96,7 +100,7 @@ def delete(
     retriever: RetrieverOption = "none",
     retriever_folder: FolderOption = None,
 ) -> None:
-    """Delete documents from a bank, and with --retriever also from the retriever.
+    """Delete documents from a bank with its index of BM25, and with --retriever also from the retriever.
 
     Their bytes are overwritten in the bank's file; `compact` also gives the room back. The retriever changes first. If
     the command is interrupted, run it again.
@@ -107,7 +111,8 @@ def delete(
     from mac_rag.sync import SyncedBank
 
     with _open(bank, write=True) as opened:
-        text_retriever = open_retriever(retriever, retriever_folder)
+        retriever = with_index(retriever, opened)
+        text_retriever = open_retriever(retriever, retriever_folder, opened)
         if text_retriever is not None and not len(text_retriever):
             place = "" if retriever_folder is None else f" in {retriever_folder}"
             raise ConfigError(

@@ -55,7 +55,8 @@ def chat(
     from mac_rag.bank.bank import MemoryBank
     from mac_rag.engine import MACEngine
 
-    opened, text_retriever = MemoryBank.open(bank), open_retriever(retriever, retriever_folder)
+    opened = MemoryBank.open(bank)
+    text_retriever = open_retriever(retriever, retriever_folder, opened)
     engine = MACEngine(load_model(model, opened, bank, device_map=device_map), opened, text_retriever, k=k)
     warn_of_disagreement(engine.bank, engine.retriever, retriever, retriever_folder)
     conversation = Conversation(engine)

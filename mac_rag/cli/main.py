@@ -22,9 +22,11 @@ from mac_rag.cli.options import (
     ModelOption,
     RetrieverOption,
     RowsOption,
+    check_retriever,
     open_retriever,
     open_to_fill,
     warn_of_disagreement,
+    with_index,
 )
 from mac_rag.cli.run import rare_garbage_collection, run_app
 from mac_rag.cli.terminal import SHOWN, answer_record, say, show_sources
@@ -121,6 +123,8 @@ def adapt(
 ) -> None:
     """Remember documents in a bank. With --retriever, also store their texts in the retriever.
 
+    A bank that was once adapted to with --retriever bm25 holds an index of BM25, which is kept up to date also without.
+
     The bank is created if it does not exist. Each line of a .jsonl file is a document {"id": ..., "text": ...}, and so
     is each row of a .csv or .parquet file with the columns id and text; other keys and columns become metadata. Any
     other file is one document, and its path is the id; the title of an HTML, PDF or DOCX file becomes metadata. PDF
@@ -155,7 +159,7 @@ def adapt(
         documents = left_out.read(found)
     else:
         documents = [] if ray else read_documents(found)
-    text_retriever = open_retriever(retriever, retriever_folder)
+    check_retriever(retriever, retriever_folder)
     # An existing bank is opened before the model is loaded, so that its errors come at once. The file of a new bank
     # is created by its first commit, so that no empty bank is left if the documents are refused.
     opened = open_to_fill(bank)
@@ -175,6 +179,8 @@ def adapt(
         opened = MemoryBank.create_on_commit(bank, loaded.fingerprint, keep_texts=keep_texts, rows=rows)
         if rows == "pq":  # refuses a model without codebooks before it encodes anything
             keep_rows_for(opened, loaded.aggregation)
+    retriever = with_index(retriever, opened)
+    text_retriever = open_retriever(retriever, retriever_folder, opened)
     bound = None if max_entries is None else BoundConfig(maximum=max_entries, method=reduction)
     with opened:
         try:
@@ -256,7 +262,8 @@ def ask(
 
     if explain and as_json:
         raise ConfigError("--json already names the documents that the answer came from; leave --explain out")
-    opened, text_retriever = MemoryBank.open(bank), open_retriever(retriever, retriever_folder)
+    opened = MemoryBank.open(bank)
+    text_retriever = open_retriever(retriever, retriever_folder, opened)
     engine = MACEngine(load_model(model, opened, bank, device_map=device_map), opened, text_retriever, k=k)
     warn_of_disagreement(engine.bank, engine.retriever, retriever, retriever_folder)
     sources = SHOWN if explain or as_json else 0
@@ -289,7 +296,7 @@ def reconcile(
     from mac_rag.engine import MACEngine
 
     with MemoryBank.open(bank, write=True) as opened:
-        text_retriever = open_retriever(retriever, retriever_folder)
+        text_retriever = open_retriever(retriever, retriever_folder, opened)
         engine = MACEngine(load_model(model, opened, bank, device_map=device_map), opened, text_retriever)
         changes = engine.reconcile(allow_emptying=allow_emptying)
         say(

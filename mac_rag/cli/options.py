@@ -62,27 +62,53 @@ RowsOption = Annotated[
 RetrieverOption = Annotated[
     str,
     typer.Option(
-        "--retriever", help="Retriever for the texts: bm25, minilm, hybrid, chroma:FOLDER, chroma:http://HOST:PORT, ..."
+        "--retriever",
+        help="Retriever for the texts: bm25, which is kept in the bank's file, minilm, hybrid, chroma:FOLDER, "
+        "chroma:http://HOST:PORT, ...",
     ),
 ]
 FolderOption = Annotated[
-    Path | None, typer.Option("--retriever-folder", help="Folder of the retriever; not for Chroma.", file_okay=False)
+    Path | None,
+    typer.Option("--retriever-folder", help="Folder of the retriever; not for bm25 and Chroma.", file_okay=False),
 ]
 
 
-def open_retriever(spec: str, folder: Path | None) -> Retriever | None:
+def open_retriever(spec: str, folder: Path | None, bank: MemoryBank) -> Retriever | None:
     """The retriever that the options name; None for `none`.
 
     Raises:
-        ConfigError: if a retriever needs a folder and gets none, or takes none and gets one; and as `make_retriever`.
+        ConfigError: as `check_retriever` and `make_retriever`.
+        DamageError: if the index in the bank is damaged.
     """
-    from mac_rag.retrieval.registry import make_retriever, needs_folder
+    from mac_rag.bank.bm25 import BankBM25Retriever
+    from mac_rag.retrieval.registry import make_retriever
 
-    if folder is None and needs_folder(spec):
+    check_retriever(spec, folder)
+    return BankBM25Retriever(bank) if spec == "bm25" else make_retriever(spec, folder=folder, progress=True)
+
+
+def check_retriever(spec: str, folder: Path | None) -> None:
+    """Checks the name of a retriever, and that it gets a folder if it needs one. Loads no model.
+
+    Raises:
+        ConfigError: for an unknown name; if it needs a folder and gets none, or takes none and gets one.
+    """
+    from mac_rag.retrieval.registry import check_name, needs_folder
+
+    check_name(spec)
+    takes_folder = spec != "bm25" and needs_folder(spec)
+    if folder is None and takes_folder:
         raise ConfigError(f"the retriever {spec} needs a folder to be stored in; give one with --retriever-folder")
-    if folder is not None and not needs_folder(spec):
-        raise ConfigError(f"the retriever {spec} takes no folder; leave out --retriever-folder {folder}")
-    return make_retriever(spec, folder=folder, progress=True)
+    if folder is not None and not takes_folder:
+        where = ", because the bank's file holds it" if spec == "bm25" else ""
+        raise ConfigError(f"the retriever {spec} takes no folder{where}; leave out --retriever-folder {folder}")
+
+
+def with_index(spec: str, bank: MemoryBank) -> str:
+    """The retriever that changes together with a bank: `bm25` instead of `none`, if there is an index in the bank."""
+    from mac_rag.bank.bm25 import index_size
+
+    return "bm25" if spec == "none" and index_size(bank) is not None else spec
 
 
 def open_to_fill(path: Path) -> MemoryBank | None:

@@ -42,7 +42,8 @@ def rebuild(
     """Make a bank for another model, or with other --rows, from texts that the old bank or a retriever holds.
 
     The new bank gets the same documents in the same order, with their metadata. The old bank does not change, and can
-    be used meanwhile. Texts come from the old bank if it was created with --keep-texts, or from --retriever. If the
+    be used meanwhile. Texts come from the old bank if it was created with --keep-texts, or from --retriever. With
+    --retriever bm25, the index of the old bank has them, and the new bank gets one, too. If the
     text of a document is not found in the version that the bank remembers, the command lists the document and ends
     with an error before it writes anything. Documents that a bounded bank had averaged become separate entries again.
 
@@ -53,6 +54,7 @@ def rebuild(
     bank to it.
     """
     from mac_rag.bank.bank import MemoryBank
+    from mac_rag.bank.bm25 import BankBM25Retriever
     from mac_rag.bank.overview import keep_rows_for
     from mac_rag.engine import MACEngine
     from mac_rag.model import MACModel
@@ -71,7 +73,7 @@ def rebuild(
             f"{into} was begun with rows as {begun.layout.dtype or 'fp32'}; repeat its command, or choose a new file "
             "for --into"
         )
-    text_retriever = open_retriever(retriever, retriever_folder)
+    text_retriever = open_retriever(retriever, retriever_folder, old)
     if text_retriever is None and not old.keep_texts and len(old):
         raise ConfigError(
             f"{bank} keeps no texts; give the retriever that holds them (--retriever), or adapt to the documents again "
@@ -82,7 +84,7 @@ def rebuild(
         begun = MemoryBank.create_on_commit(into, loaded.fingerprint, keep_texts=keep_texts, rows=rows)
         if rows == "pq":  # refuses a model without codebooks before it encodes anything
             keep_rows_for(begun, loaded.aggregation)
-    engine = MACEngine(loaded, begun)
+    engine = MACEngine(loaded, begun, BankBM25Retriever(begun) if retriever == "bm25" else None)
     with engine.bank:
         try:
             report = make_anew(old, engine, text_retriever, skip_missing=skip_missing, progress=True)

@@ -136,6 +136,10 @@ class Retriever(ABC):
         """
         raise ConfigError(f"{type(self).__name__} does not tell which texts it holds; use a retriever that does")
 
+    def is_in(self, bank: object) -> bool:
+        """True if the documents are in the file of this memory bank, and change with its next commit."""
+        return False
+
     def save(self, folder: Path) -> None:
         """Writes the retriever to a folder, from which `make_retriever` reads it.
 

@@ -356,6 +356,10 @@ class Postings:
         self._total -= len(terms)
         self._all = None
 
+    def holding(self, term: int) -> int:
+        """The number of documents that contain a term."""
+        return len(self._rows[term]) if term < len(self._rows) else 0
+
     def score(self, questions: Sequence[Sequence[int]], allowed: Mask | None) -> Iterator[ScoredRows]:
         corpus = self._corpus(allowed)
         return (self._scored(terms, corpus) for terms in questions)

@@ -24,6 +24,7 @@ from mac_rag.atomic_files import (
     write_text,
 )
 from mac_rag.bank.bank import MemoryBank
+from mac_rag.bank.bm25 import BankBM25Retriever
 from mac_rag.bank.copies import backup
 from mac_rag.bank.interface import Bank
 from mac_rag.bank.metadata_filters import Filters, fits
@@ -249,9 +250,10 @@ def check_bank_name(name: str) -> None:
 class BankCatalog:
     """The banks in a folder, all open for writing. Thread-safe.
 
-    A bank is `banks/NAME`, with `bank`, a file or, for a bank in shards, a folder, and the folder `retriever`. It gets
-    its name when it is complete, and loses the name before it is removed. The next start removes what a killed process
-    has left of either step.
+    A bank is `banks/NAME`, with `bank`, a file or, for a bank in shards, a folder, and the folder `retriever`. BM25 has
+    no folder, because its index is in the bank's file, unless the bank is in shards. A bank gets its name when it is
+    complete, and loses the name before it is removed. The next start removes what a killed process has left of either
+    step.
 
     Args:
         folder: the server's folder.
@@ -290,8 +292,8 @@ class BankCatalog:
             raise BankError(f"{place} is a bank in shards; serve it with mac-rag serve --ray")
         bank = open_bank(place / "bank", self._model, write=True)
         try:
-            stored = None if retriever == "none" else StoredRetriever(retriever, place / "retriever")
-            return ServedBank(name, MACEngine(self._model, bank, stored), retriever)
+            found = _retriever_of(bank, retriever, place / "retriever")
+            return ServedBank(name, MACEngine(self._model, bank, found), retriever)
         except BaseException:
             bank.close()
             raise
@@ -345,7 +347,7 @@ class BankCatalog:
                 make_folder(new)
                 self._create_bank(new / "bank", keep_texts is not False)
                 write_text(new / _SETTINGS, sealed({"retriever": retriever}).decode())
-                if retriever != "none":
+                if retriever != "none" and (retriever != "bm25" or self._shards is not None):
                     StoredRetriever(retriever, new / "retriever").save(new / "retriever")
                 new.rename(place)
                 sync_folder(self._banks_folder)
@@ -420,6 +422,13 @@ def open_bank(folder: Path, model: MACModel, *, write: bool) -> Bank:
     return ShardedBank.open(folder, model, write=write)
 
 
+def _retriever_of(bank: Bank, spec: str, folder: Path) -> Retriever | None:
+    """A bank's retriever: BM25 in the bank's file or, for a bank in shards, in a folder, as all others are."""
+    if spec == "none":
+        return None
+    return BankBM25Retriever(bank) if spec == "bm25" and isinstance(bank, MemoryBank) else StoredRetriever(spec, folder)
+
+
 def _read_settings(path: Path) -> str:
     """Reads the name of a bank's retriever from its settings file.
 
@@ -444,7 +453,7 @@ def _remove_all(place: Path) -> None:
     shutil.rmtree(place, ignore_errors=True)
 
 
-# The retrievers that a bank of the server can have; each is stored in a folder.
+# The retrievers that a bank of the server can have.
 RETRIEVERS = ("none", "bm25", "minilm", "hybrid")
 
 

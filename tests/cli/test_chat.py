@@ -32,7 +32,7 @@ def checkpoint(request: pytest.FixtureRequest) -> Path:
 def bank(tiny_checkpoint: Path, tmp_path: Path) -> Path:
     rows = "".join(f'{{"id": "{name}", "text": "{text}"}}\n'.replace("\x1b", "\\u001b") for name, text in TEXTS.items())
     (tmp_path / "rows.jsonl").write_text(rows)
-    options = ("--model", tiny_checkpoint, "--retriever", "bm25", "--retriever-folder", tmp_path / "texts")
+    options = ("--model", tiny_checkpoint, "--retriever", "bm25")
     assert run("adapt", tmp_path / "rows.jsonl", "--bank", tmp_path / "bank", *options).exit_code == 0
     return tmp_path / "bank"
 
@@ -48,8 +48,8 @@ def test_lines_of_a_pipe_are_answered_as_ask_answers_them(bank: Path) -> None:
     assert (done.exit_code, done.stdout) == (0, expected), done.output
 
 
-def test_commands_and_sources(bank: Path, tmp_path: Path) -> None:
-    retriever = ("--retriever", "bm25", "--retriever-folder", tmp_path / "texts", "--k", 1)
+def test_commands_and_sources(bank: Path) -> None:
+    retriever = ("--retriever", "bm25", "--k", 1)
     done = chat(bank, "/sources\n/help\nWhich bridge was closed?\n/sources\n/quit\nWho?\n", *retriever)
     assert done.exit_code == 0, done.output
     assert done.stdout.startswith("no question was answered yet\n/sources  the documents")

@@ -87,7 +87,7 @@ def test_what_is_bad_is_left_out_and_listed_and_nothing_else(model: str, tmp_pat
     message = refusal("adapt", tmp_path / "missing.txt", "--bank", tmp_path / "bank", "--model", model)
     assert message.startswith(f"{tmp_path / 'missing.txt'} cannot be read: No such file or directory")
     assert not (tmp_path / "bank").exists()
-    done = run(*arguments, "--skip-bad", "--retriever", "bm25", "--retriever-folder", tmp_path / "texts")
+    done = run(*arguments, "--skip-bad", "--retriever", "bm25")
     assert done.exit_code == 0, done.output
     remembered = MemoryBank.open(tmp_path / "bank").document_ids
     assert remembered == ["a", "b", "e", "g", str(tmp_path / "note.md")]
@@ -187,8 +187,7 @@ def test_an_error_ends_with_code_1_and_one_message_on_stderr(
 
 
 def test_every_command_that_loads_a_model_takes_a_device_map(model: str, notes: list[str], tmp_path: Path) -> None:
-    bank, folder = tmp_path / "bank", tmp_path / "texts"
-    places = ("--retriever", "bm25", "--retriever-folder", folder)
+    bank, places = tmp_path / "bank", ("--retriever", "bm25")
     auto = ("--model", model, "--device-map", "auto")
     assert run("adapt", notes[0], "--bank", bank, *places, *auto).exit_code == 0
     question = ("ask", "Who opened the harbour?", "--bank", bank)

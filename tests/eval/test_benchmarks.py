@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from eval.harness.results import writable_folder
-from eval.harness.results import Data, Result
+from eval.harness.results import Data, Result, writable_folder
 from eval.multi_document import all_retrieved
 from eval.qa import named_columns
 from mac_rag.data.archivalqa import write_archivalqa

@@ -9,6 +9,7 @@ from typing import TypeAlias
 import pytest
 
 from mac_rag.errors import MACError
+from tests.helpers import Folder
 
 InTable: TypeAlias = Callable[..., None]
 
@@ -27,6 +28,6 @@ def in_table(record_property: Callable[[str, object], None]) -> InTable:
 
 
 @pytest.fixture(scope="session")
-def prefix_lm_folder(model_folder: Callable[[str], Path]) -> Path:
+def prefix_lm_folder(model_folder: Folder) -> Path:
     """A small prefix LM with random weights, whose tokenizer puts <s> in front of a text."""
     return model_folder("prefix_lm")

@@ -19,8 +19,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from mac_rag.config import ModulationConfig, PromptFormat
 from mac_rag.lm.attention_sink import make_attention_sink
 from mac_rag.lm.base_lm import BaseLM
-from mac_rag.model import MACModel
 from mac_rag.nn.modulation import FiLM, LoRA, Modulation, ModulationNetwork, PrefixTuning
+from pipelines.objective import Batch
 from tests.helpers import VOCABULARY, save_tokenizer
 
 KINDS = ["prefix", "lora", "film"]
@@ -29,6 +29,9 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 # of these. The memory changes them by more than twice as much in every cell, so a memory that is lost is noticed.
 TOLERANCES = {"fp32": 1e-4, "bf16": 0.08, "fp16": 0.01}
 WINDOW, TOKENS, NEW = 8, 4, 6
+TEXTS = ["A storm closed the port of Riga.", "The mayor of Lisbon opened a bridge."]
+QUESTIONS = ["Which port?", "Who opened a bridge in the town of Lisbon?"]
+BATCH = Batch(TEXTS, QUESTIONS, ["Riga", "the mayor"], [0, 1])
 
 _WORDS: dict[str, Any] = {"vocab_size": VOCABULARY, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
 _SIZES = {**_WORDS, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -383,11 +386,3 @@ def save_gguf(folder: Path, file: Path, *, without: Sequence[str] = (), **metada
     writer.write_tensors_to_file()
     writer.close()
     return file
-
-
-def strong(model: MACModel) -> MACModel:
-    """The model with a modulation that changes what is generated."""
-    torch.manual_seed(3)
-    for parameter in model.modulation.parameters():
-        torch.nn.init.normal_(parameter, std=0.3)
-    return model

@@ -10,7 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 
 from mac_rag.errors import ModelLoadError
 from mac_rag.lm.attention_sink import first_tokens, key_rotation, make_attention_sink
-from mac_rag.nn.modulation import PrefixModulation, PrefixTuning
+from mac_rag.nn.modulation import PrefixModulation
 from tests.lm.conftest import InTable
 from tests.lm.helpers import ARCHITECTURES, DTYPES, ROTATIONS, SCALINGS, TOKENS, Cell, check, prompts
 
@@ -26,8 +26,6 @@ def remembered(cell: Cell, text: list[int], offset: int) -> PrefixModulation:
     everything as it is does not pass.
     """
     lm, network = cell.lm, cell.network
-    assert isinstance(network, PrefixTuning)
-    assert network.sink is not None
     ids = torch.tensor([[*first_tokens(lm), *text]])
     positions = offset + torch.arange(ids.shape[1])
     cache = DynamicCache()
@@ -37,8 +35,26 @@ def remembered(cell: Cell, text: list[int], offset: int) -> PrefixModulation:
     return PrefixModulation(network.sink(torch.stack([before, values], 1)[None]))
 
 
+def in_matrix(usual: bool) -> Any:
+    """Marks of a case that only the matrix runs, unless it is usual."""
+    return [] if usual else [pytest.mark.matrix]
+
+
 @torch.no_grad()
-def check_a_text_as_a_memory(name: str, **changes: Any) -> None:
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        *(
+            pytest.param(name, {}, id=name, marks=in_matrix(name in ("gpt2", "llama", "gemma3_text", "cohere2")))
+            for name in [*ARCHITECTURES, *ROTATIONS]
+        ),
+        *(
+            pytest.param("llama", {"rope_parameters": scaling}, id=scaling["rope_type"], marks=pytest.mark.matrix)
+            for scaling in SCALINGS
+        ),
+    ],
+)
+def test_a_text_as_a_memory_is_that_text_in_front(name: str, changes: dict[str, Any]) -> None:
     cell = Cell.of(name, "sink", "fp32", **changes)
     offset = 0 if name in LEARNED_POSITIONS else 7
     memories = [remembered(cell, text, offset) for text in TEXTS]
@@ -46,41 +62,22 @@ def check_a_text_as_a_memory(name: str, **changes: Any) -> None:
     sizes = [len(answer) for answer in ANSWERS]
     found = cell.lm.answer_logits(prompts(), ANSWERS, together).log_softmax(-1).split(sizes)
     for i, (prompt, answer) in enumerate(zip(prompts(), ANSWERS, strict=True)):
-        front = [*first_tokens(cell.lm), *TEXTS[i]]
-        expected = cell.plain_log_probs([*front, *prompt, *answer], None, front=len(front))[-len(answer) - 1 : -1]
+        front, other = ([*first_tokens(cell.lm), *text] for text in (TEXTS[i], TEXTS[i - 1]))
+        answered = slice(-len(answer) - 1, -1)
+        expected = cell.plain_log_probs([*front, *prompt, *answer], None, front=len(front))[answered]
         assert cell.distance(found[i], expected) < 1
-        other = [*first_tokens(cell.lm), *TEXTS[i - 1]]
-        assert (
-            cell.distance(cell.plain_log_probs([*other, *prompt, *answer], None)[-len(answer) - 1 : -1], expected) > 2
-        )
+        assert cell.distance(cell.plain_log_probs([*other, *prompt, *answer], None)[answered], expected) > 2
 
 
-@pytest.mark.parametrize("name", ["gpt2", "llama", "gemma3_text", "cohere2"])
-def test_a_text_as_a_memory_is_that_text_in_front(name: str) -> None:
-    check_a_text_as_a_memory(name)
-
-
-@pytest.mark.matrix
-@pytest.mark.parametrize("name", [*ARCHITECTURES, *ROTATIONS])
-def test_a_text_as_a_memory_in_every_architecture(name: str) -> None:
-    check_a_text_as_a_memory(name)
-
-
-@pytest.mark.matrix
-@pytest.mark.parametrize("scaling", SCALINGS, ids=lambda scaling: scaling["rope_type"])
-def test_a_text_as_a_memory_under_scaled_positions(scaling: dict[str, Any]) -> None:
-    check_a_text_as_a_memory("llama", rope_parameters=scaling)
-
-
-@pytest.mark.parametrize("name", ["mistral", "smollm3"])
-def test_every_path_of_a_prefix_behind_a_sink(name: str) -> None:
-    check(Cell.of(name, "sink", "fp32"))
-
-
-@pytest.mark.matrix
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", ARCHITECTURES)
-def test_every_path_of_a_prefix_behind_a_sink_in_every_architecture(name: str, dtype: str, in_table: InTable) -> None:
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        pytest.param(name, dtype, marks=in_matrix(name in ("mistral", "smollm3") and dtype == "fp32"))
+        for name in ARCHITECTURES
+        for dtype in DTYPES
+    ],
+)
+def test_every_path_of_a_prefix_behind_a_sink(name: str, dtype: str, in_table: InTable) -> None:
     in_table(name, "sink", dtype)
     check(Cell.of(name, "sink", dtype))
 

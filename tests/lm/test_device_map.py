@@ -21,13 +21,11 @@ from mac_rag.errors import ConfigError, MACError, ModelLoadError
 from mac_rag.lm.base_lm import BaseLM
 from mac_rag.lm.devices import DeviceMap, device_of
 from mac_rag.lm.loading import load_causal_lm
-from tests.helpers import mac_config, save_tokenizer
-from tests.lm.helpers import ARCHITECTURES, KINDS
+from tests.helpers import Folder, built, mac_config, save_tokenizer, strong
+from tests.lm.helpers import ARCHITECTURES, KINDS, QUESTIONS, TEXTS
 
-Folder = Callable[[str], Path]
 CPU = torch.device("cpu")
-QUESTIONS = ["Which port?", "Who opened a bridge in the town of Lisbon?"]
-TEXTS = ["A storm closed the port of Riga.", "The mayor of Lisbon opened a bridge."]
+
 LLAMA = {"model.embed_tokens": "cpu", "model.rotary_emb": "cpu", "model.layers.0": "cpu", "model.layers.1": "disk",
          "model.norm": "disk", "lm_head": "cpu"}  # fmt: skip
 GPT2 = {"transformer.wte": "cpu", "transformer.wpe": "disk", "transformer.drop": "cpu", "transformer.h.0": "disk",
@@ -45,11 +43,7 @@ def checkpoint(model_folder: Folder, tmp_path_factory: pytest.TempPathFactory) -
         if not place.exists():
             values: dict[str, Any] = {"memory_weight": 0.5, "max_new_tokens": 4}
             config = mac_config(model_folder(name), modulation=ModulationConfig(kind=kind), **values)
-            torch.manual_seed(0)
-            model = MACModel.from_config(config, device="cpu")
-            for parameter in model.modulation.parameters():
-                torch.nn.init.normal_(parameter, std=0.3)
-            model.save_pretrained(place)
+            strong(built(config)).save_pretrained(place)
         return place
 
     return folder
@@ -148,34 +142,27 @@ def test_each_layer_finds_its_part_of_the_memory_on_its_own_device(model_folder:
 
 
 class TestRefusals:
-    def test_training_with_offloaded_weights(self, checkpoint: Callable[..., Path]) -> None:
+    def test_training_and_storing_with_offloaded_weights(self, checkpoint: Callable[..., Path], tmp_path: Path) -> None:
         model = MACModel.from_pretrained(checkpoint("llama", "prefix"), device_map=LLAMA)
         with pytest.raises(ConfigError, match=r"training needs all weights.*model\.layers\.1\.self_attn\.q_proj"):
             model.train()
-
-    def test_storing_offloaded_weights(self, checkpoint: Callable[..., Path], tmp_path: Path) -> None:
-        model = MACModel.from_pretrained(checkpoint("llama", "prefix"), device_map=LLAMA)
         with pytest.raises(ConfigError, match="storing the LM in a checkpoint needs all weights"):
             model.save_pretrained(tmp_path)
-
-    def test_embeddings_without_a_device(self, checkpoint: Callable[..., Path]) -> None:
-        with pytest.raises(ModelLoadError, match="offloads the LM's embeddings"):
-            MACModel.from_pretrained(
-                checkpoint("llama", "prefix"), device_map={**LLAMA, "model.embed_tokens": "disk", "lm_head": "disk"}
-            )
 
     @pytest.mark.parametrize(
         ("arguments", "message"),
         [
+            (
+                {"device_map": {**LLAMA, "model.embed_tokens": "disk", "lm_head": "disk"}},
+                "offloads the LM's embeddings",
+            ),
             ({"device": "cpu", "device_map": "auto"}, "leave out one"),
             ({"max_memory": {"cpu": "1GiB"}}, "there is no device_map"),
             ({"device_map": "everywhere"}, "everywhere"),
             ({"device_map": {"": 77}}, r"device_map \{'': 77\}"),
         ],
     )
-    def test_maps_that_say_nothing_clear(
-        self, checkpoint: Callable[..., Path], arguments: dict[str, Any], message: str
-    ) -> None:
+    def test_maps_that_cannot_be(self, checkpoint: Callable[..., Path], arguments: Any, message: str) -> None:
         with pytest.raises(MACError, match=message):
             MACModel.from_pretrained(checkpoint("llama", "prefix"), **arguments)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,35 +9,29 @@ import pytest
 import torch
 
 from mac_rag import Document, MACEngine, MACModel
-from mac_rag.config import BaseLMConfig, EncoderConfig, MACConfig, ModulationConfig, PromptFormat
+from mac_rag.config import AggregationConfig, BaseLMConfig, EncoderConfig, MACConfig, ModulationConfig, PromptFormat
 from mac_rag.integrations.llama_index import MACLLM
 from mac_rag.lm.base_lm import BaseLM
 from mac_rag.lm.lora_tuning import make_trainable
 from mac_rag.nn.dtypes import use_master_weights, widest_dtype
 from mac_rag.nn.modulation import FiLM, LMShape
-from pipelines.objective import Batch, LossWeights, mac_loss
+from pipelines.objective import LossWeights, mac_loss
 from pipelines.tasks.train import TrainTask
 from pipelines.tasks.train_config import TrainConfig
 from pipelines.trainer import Trainer
-from tests.helpers import mac_config
-from tests.lm.helpers import strong
+from tests.helpers import Folder, built, mac_config, reloaded, strong
+from tests.lm.helpers import BATCH, KINDS, QUESTIONS, TEXTS
+from tests.pipelines.helpers import TRAINER
 
-Folder = Callable[[str], Path]
-TEXTS = ["A storm closed the port of Riga.", "The mayor of Lisbon opened a bridge."]
-QUESTIONS = ["Which port?", "Who opened a bridge in the town of Lisbon?"]
 HALF = ["bf16", "fp16"]
-KINDS = ["prefix", "lora", "film"]
 
 
-def in_dtype(config: MACConfig, dtype: Any, /, **encoder: Any) -> MACConfig:
-    part = config.amortization.model_copy(update=encoder)
-    values = config.model_copy(
-        update={
-            "base_lm": config.base_lm.model_copy(update={"dtype": dtype}),
-            "amortization": part,
-            "input_encoder": part,
-        }
-    ).model_dump()
+def in_dtype(config: MACConfig, dtype: Any, /, quantization: str = "none", **encoder: Any) -> MACConfig:
+    """The configuration with an LM in a dtype, and further values of both encoders."""
+    values = config.model_dump()
+    values["base_lm"] |= {"dtype": dtype, "quantization": quantization}
+    values["amortization"] |= encoder
+    values["input_encoder"] |= encoder
     return MACConfig.model_validate(values)
 
 
@@ -51,18 +44,14 @@ def in_dtype(config: MACConfig, dtype: Any, /, **encoder: Any) -> MACConfig:
         for dtype in HALF
     ],
 )
-def test_every_path_of_a_model_around_a_half_precision_lm(
-    model_folder: Folder, name: str, kind: Any, dtype: str
-) -> None:
+def test_every_path_around_a_half_precision_lm(model_folder: Folder, name: str, kind: Any, dtype: str) -> None:
     config = mac_config(model_folder(name), modulation=ModulationConfig(kind=kind), memory_weight=0.5)
-    model = strong(MACModel.from_config(in_dtype(config, dtype), device="cpu"))
+    model = strong(built(in_dtype(config, dtype)))
     assert widest_dtype(model.base_lm) is model.base_lm.dtype is not torch.float32
     assert {p.dtype for p in model.mac_state().values()} == {torch.float32}
 
-    batch = Batch(TEXTS, QUESTIONS, ["Riga", "the mayor"], [0, 1])
     every = LossWeights(answer=1, direct=1, distillation=1, reconstruction=1, contrastive=1)
-    losses, _ = mac_loss(model.train(), batch, every)
-    losses["loss"].backward()
+    mac_loss(model.train(), BATCH, every)[0]["loss"].backward()
     for part in (model.amortization, model.input_encoder, model.aggregation, model.modulation):
         gradients = [p.grad for p in part.parameters() if p.requires_grad and p.grad is not None]
         assert sum(float(g.abs().sum()) for g in gradients) > 0
@@ -74,14 +63,10 @@ def test_every_path_of_a_model_around_a_half_precision_lm(
     assert len(engine.answer(QUESTIONS)) == 2
     phi = model.aggregate(QUESTIONS, model.amortize(TEXTS))
     for contexts in ([(), ()], [TEXTS[:1], TEXTS[:1]]):
-        greedy = model.generate(QUESTIONS, contexts, modulation=phi)
-        streamed = [
-            "".join(model.stream(q, c, modulation=phi[i : i + 1]))
-            for i, (q, c) in enumerate(zip(QUESTIONS, contexts, strict=True))
-        ]
-        assert streamed[0] == model.generate(QUESTIONS[:1], contexts[:1], modulation=phi[:1])[0]
-        assert len(greedy) == len(streamed) == 2
-        assert len(model.generate(QUESTIONS, contexts, modulation=phi, num_beams=2)) == 2
+        streamed = "".join(model.stream(QUESTIONS[0], contexts[0], modulation=phi[:1]))
+        assert streamed == model.generate(QUESTIONS[:1], contexts[:1], modulation=phi[:1])[0]
+        for beams in (1, 2):
+            assert len(model.generate(QUESTIONS, contexts, modulation=phi, num_beams=beams)) == 2
     fitted = [model.fit_to_window(question, TEXTS[:1]) for question in QUESTIONS]
     each = model.generate_each(fitted, phi, [0.0, 0.5, 1.0])
     assert [len(answers) for answers in each] == [2, 2, 2]
@@ -97,20 +82,9 @@ def test_every_path_of_a_model_around_a_half_precision_lm(
     ],
 )
 def test_a_quantised_lm_in_bf16_carries_a_memory(model_folder: Folder, kind: Any, quantization: Any) -> None:
-    config = BaseLMConfig(name=str(model_folder("llama")), dtype="bf16", quantization=quantization)
-    encoder = EncoderConfig(name=str(model_folder("t5")))
-    model = strong(
-        MACModel.from_config(
-            MACConfig(
-                base_lm=config,
-                amortization=encoder,
-                input_encoder=encoder,
-                tokens=4,
-                modulation=ModulationConfig(kind=kind),
-            ),
-            device="cpu",
-        )
-    )
+    parts = {"modulation": ModulationConfig(kind=kind), "aggregation": AggregationConfig(blocks=1, heads=2)}
+    config = mac_config(model_folder("llama"), model_folder("t5"), "encoder-decoder", **parts)
+    model = strong(built(in_dtype(config, "bf16", quantization=quantization)))
     assert model.base_lm.dtype is torch.bfloat16
     phi = model.aggregate(QUESTIONS, model.amortize(TEXTS))
     assert model.generate(QUESTIONS, modulation=phi) != model.generate(QUESTIONS)
@@ -125,24 +99,15 @@ def test_a_quantised_lm_in_bf16_carries_a_memory(model_folder: Folder, kind: Any
         for init in ("pretrained", "kv_regression")
     ],
 )
-def test_a_training_around_a_half_precision_lm_from_its_start_to_its_checkpoint(
-    model_folder: Folder, tmp_path: Path, dtype: str, init: str
-) -> None:
-    encoder = {"design": "encoder-pooling", "name": None, "embeddings": "base-lm", "dtype": dtype}
+def test_training_around_a_half_precision_lm(model_folder: Folder, tmp_path: Path, dtype: str, init: str) -> None:
+    config = mac_config(model_folder("llama"), None, "encoder-pooling", tokens=3)
     recipe = TrainConfig.parse(
         {
-            "model": {
-                "base_lm": {"name": str(model_folder("llama")), "dtype": dtype},
-                "amortization": encoder,
-                "input_encoder": encoder,
-                "tokens": 3,
-                "max_new_tokens": 4,
-                "aggregation": {"blocks": 2, "heads": 2, "head_width": 8, "prior_width": 8},
-            },
+            "model": in_dtype(config, dtype, embeddings="base-lm", dtype=dtype).model_dump(),
             "init": init,
             "data": {"name": "newswire", "documents": 20, "validation_documents": 4},
             "losses": {"answer": 1, "direct": 1},
-            "trainer": {"steps": 2, "batch_size": 3, "learning_rate": 1e-3, "validate_every": 2, "cpu": True},
+            "trainer": {**TRAINER, "steps": 2},
         },
         "test",
     )
@@ -161,8 +126,7 @@ def test_half_precision_loses_little_of_the_memory(model_folder: Folder, kind: A
     losses = {}
     for each in ("fp32", dtype):
         config = mac_config(model_folder("llama"), modulation=ModulationConfig(kind=kind))
-        torch.manual_seed(0)
-        model = strong(MACModel.from_config(in_dtype(config, each), device="cpu"))
+        model = strong(built(in_dtype(config, each)))
         phi = torch.randn(2, 4, 64, generator=torch.Generator().manual_seed(1))
         losses[each] = model.base_lm.answer_loss([[1, 30, 31], [1, 40]], [[60, 2], [61, 2]], model.modulation(phi))
     torch.testing.assert_close(losses[dtype], losses["fp32"], atol=0.15, rtol=0.02)
@@ -192,17 +156,14 @@ class TestMasterWeights:
         config = in_dtype(mac_config(model_folder("llama"), model_folder("t5"), design), "bf16", dtype="bf16")
         changed = {}
         for master in (False, True):
-            torch.manual_seed(0)
-            model = strong(MACModel.from_config(config, device="cpu")).train()
+            model = strong(built(config)).train()
             if master:
                 model.use_master_weights()
             weights = [p for p in model.amortization.network.backbone.parameters() if p.requires_grad]
             before = [p.detach().clone() for p in weights]
             optimiser = torch.optim.AdamW(model.parameters(), lr=1e-5, weight_decay=0.0)
             for _ in range(3):
-                mac_loss(model, Batch(TEXTS, QUESTIONS, ["Riga", "the mayor"], [0, 1]), LossWeights())[0][
-                    "loss"
-                ].backward()
+                mac_loss(model, BATCH, LossWeights())[0]["loss"].backward()
                 optimiser.step()
                 optimiser.zero_grad()
             moved = sum(int((p != old).sum()) for p, old in zip(weights, before, strict=True) if p.ndim > 1)
@@ -212,7 +173,9 @@ class TestMasterWeights:
 
     def test_a_quantised_encoder_stays_bf16_beside_a_decoder_in_fp32(self, model_folder: Folder) -> None:
         config = mac_config(model_folder("llama"), model_folder("t5"), "encoder-decoder")
-        model = MACModel.from_config(in_dtype(config, "bf16", dtype="bf16", quantization="nf4"), device="cpu")
+        part = config.amortization.model_copy(update={"quantization": "nf4"})
+        config = config.model_copy(update={"amortization": part, "input_encoder": part})
+        model = built(in_dtype(config, "bf16", dtype="bf16"))
         at_first = model.amortize(TEXTS)
         model.use_master_weights()
         backbone = model.amortization.network.backbone
@@ -231,23 +194,19 @@ class TestMasterWeights:
         assert any(p.grad is not None and p.grad.abs().sum() > 0 for p in trained)
 
 
-@pytest.mark.parametrize("design", ["decoder-only"])
 @pytest.mark.parametrize("dtype", ["fp32", *HALF])
-def test_an_encoder_shares_the_embeddings_of_an_lm_in_any_dtype(
-    model_folder: Folder, tmp_path: Path, design: Any, dtype: str
-) -> None:
+def test_encoders_share_the_embeddings_of_an_lm_in_any_dtype(model_folder: Folder, tmp_path: Path, dtype: str) -> None:
     config = in_dtype(mac_config(model_folder("llama")), dtype, embeddings="base-lm", dtype=dtype)
-    model = MACModel.from_config(config, device="cpu").train()
+    model = built(config).train()
     backbone = model.amortization.network.backbone
     shared = model.base_lm.model.get_input_embeddings().weight
     assert backbone.get_input_embeddings().weight is shared
     assert not any(p is shared for p in model.mac_state().values())
     assert {p.dtype for p in model.mac_state().values()} == {torch.float32}
-    mac_loss(model, Batch(TEXTS, QUESTIONS, ["Riga", "the mayor"], [0, 1]), LossWeights())[0]["loss"].backward()
+    mac_loss(model, BATCH, LossWeights())[0]["loss"].backward()
     assert any(p.grad is not None and p.grad.abs().sum() > 0 for p in backbone.parameters())
     assert shared.grad is None
-    model.eval().save_pretrained(tmp_path)
-    again = MACModel.from_pretrained(tmp_path, device="cpu")
+    again = reloaded(model.eval(), tmp_path)
     assert MACModel.from_pretrained(tmp_path, device="cpu").fingerprint == again.fingerprint
     tolerance = 1e-5 if dtype == "fp32" else 0.1
     torch.testing.assert_close(again.amortize(TEXTS), model.amortize(TEXTS), atol=tolerance, rtol=tolerance)

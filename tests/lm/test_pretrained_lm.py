@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from mac_rag import Document, MACEngine, MACModel
+from mac_rag import Document, MACEngine
 from mac_rag.config import AggregationConfig, BaseLMConfig, EncoderConfig, MACConfig, ModulationConfig, PromptFormat
 from mac_rag.lm.fetched import CACHE_VARIABLE, fetched_revisions
 from mac_rag.lm.loading import load_causal_lm
+from tests.helpers import built, reloaded, strong
 from tests.lm.helpers import KINDS, Cell, check, check_losses, prompts
 
 pytestmark = pytest.mark.lm
@@ -59,13 +60,8 @@ def test_an_engine_around_it(kind: Any, tmp_path: Path) -> None:
         prompt=PromptFormat(question="{question}"),
         max_new_tokens=8,
     )
-    torch.manual_seed(0)
-    model = MACModel.from_config(whole, device="cpu")
-    for parameter in model.modulation.parameters():
-        torch.nn.init.normal_(parameter, std=0.3)
-    model.save_pretrained(tmp_path)
+    engine = MACEngine(reloaded(strong(built(whole)), tmp_path))
     assert not list(tmp_path.glob("base_lm"))
-    engine = MACEngine(MACModel.from_pretrained(tmp_path, device="cpu"))
     engine.adapt([Document("may", "Ada Voss was appointed head of the museum in Orsena in May 2024.")])
     question = "The capital of France is"
     plain, steered = (engine.answer([question], use_memory=memory)[0].text for memory in (False, True))

@@ -16,7 +16,7 @@ from mac_rag.errors import ModelLoadError
 from mac_rag.lm.decoding import abstention_beginning
 from mac_rag.model import MACModel
 from pipelines.objective import Batch, LossWeights, mac_loss
-from tests.helpers import mac_config
+from tests.helpers import built, mac_config, reloaded
 
 QUESTIONS = ["Which port?", "Who opened a bridge in the town of Lisbon?", "What fell?"]
 TEXTS = ["A storm closed the port of Riga.", "The mayor of Lisbon opened a bridge.", "Rain fell.", "Sheep graze."]
@@ -40,8 +40,7 @@ def config(folder: Path, **values: Any) -> Any:
 
 @pytest.fixture
 def model(prefix_lm_folder: Path) -> MACModel:
-    torch.manual_seed(3)
-    model = MACModel.from_config(config(prefix_lm_folder), device="cpu")
+    model = built(config(prefix_lm_folder), 3)
     with torch.no_grad():
         for parameter in model.modulation.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.1)
@@ -123,7 +122,6 @@ def test_a_batch_answers_as_its_questions_alone(model: MACModel, beams: int, dty
 def test_the_lm_reads_the_slots_alone_that_are_not_left_out(model: MACModel) -> None:
     """Questions of one batch may read one, two or three; the oracle cuts phi* by hand, question by question."""
     slots, bank = model.aggregation.slots, model.amortize(TEXTS)
-    assert slots is not None
     model.aggregation.prior.log_scale.fill_(3.0)  # apart, as trained ones are
     whole = model.aggregate(QUESTIONS, bank)
     encoded = model.input_encoder([model.input_encoder.ids(question) for question in QUESTIONS])
@@ -168,12 +166,10 @@ def test_a_look_at_each_slot_alone_ranks_them_anew(prefix_lm_folder: Path) -> No
         parameter.add_(torch.randn_like(parameter))
     network, lm, bank = model.aggregation, model.base_lm, model.project(model.amortize(TEXTS))
     slots = network.slots
-    assert slots is not None
     network.prior.log_scale.fill_(0.0)  # the prior is not sure
     encoded = model.input_encoder([model.input_encoder.ids(question) for question in QUESTIONS])
     bare = network(encoded, bank)[0].unflatten(1, (SLOTS, TOKENS))  # marks begin as zero
     beginning = abstention_beginning(lm.prompts)
-    assert beginning is not None
     scores = slots.ranked(slots.first(network.prior_scores(encoded, bank))).scores.clone()
     for number, question in enumerate(QUESTIONS):
         for slot in range(SLOTS):
@@ -217,24 +213,6 @@ def test_the_half_of_an_ensemble_without_memory_is_the_lm_alone(model: MACModel)
     assert at[0.5] == model.generate(prompts, modulation=phi[1:], memory_weight=0.5)
 
 
-@torch.no_grad()
-def test_the_memory_matters_and_sees_the_question(model: MACModel) -> None:
-    base_lm, answer = model.base_lm, model.base_lm.prompts.answer("Riga")
-    phi = torch.randn(2, TOKENS, base_lm.width)
-    ids = [base_lm.prompts.prompt(QUESTIONS[0])] * 2
-    losses = base_lm.answer_loss(ids, [answer] * 2, model.modulation(phi))
-    assert abs(float(losses[0] - losses[1])) > 1e-3
-    seen = []
-    for question in ("Which port?", "Which bank?"):
-        prompt = base_lm.prompts.prompt(question)
-        modulation = model.modulation(phi[:1])
-        rows, mask, positions, segments = base_lm._padded([prompt], modulation)
-        with modulation.attached(base_lm.model):
-            output = base_lm.model.bert(rows, mask, segments, position_ids=positions)
-        seen.append(output.last_hidden_state[0, :TOKENS])
-    assert not torch.allclose(seen[0], seen[1], atol=1e-3)
-
-
 def test_gradients_reach_all_of_mac(model: MACModel) -> None:
     model.train()
     model.base_lm.requires_grad_(False)
@@ -250,26 +228,8 @@ def test_gradients_reach_all_of_mac(model: MACModel) -> None:
 
 
 @torch.no_grad()
-def test_phi_is_of_the_kind_of_memory_tokens(model: MACModel) -> None:
-    """What attention returns of one document are this document's tokens, before any training."""
-    bank = model.amortize(TEXTS[:1])
-    first = bank[0].float()
-    torch.testing.assert_close(first.mean(-1), torch.zeros(TOKENS), atol=1e-5, rtol=0)
-    torch.testing.assert_close(first.var(-1, unbiased=False), torch.ones(TOKENS), atol=1e-3, rtol=0)
-    heads = AggregationConfig(blocks=1, heads=1, head_width=64, prior_width=16)
-    whole = MACModel.from_config(model.config.model_copy(update={"aggregation": heads}), device="cpu")
-    bank = whole.amortize(TEXTS[:1])
-    phi = whole.aggregate(QUESTIONS[:1], bank)
-    hull = bank[0].float()
-    # Each token is a blend of the document's, so it cannot lie beyond them in any direction.
-    assert bool((phi[0] <= hull.amax(0) + 1e-4).all())
-    assert bool((phi[0] >= hull.amin(0) - 1e-4).all())
-
-
-@torch.no_grad()
 def test_a_checkpoint_comes_back(model: MACModel, tmp_path: Path) -> None:
-    model.save_pretrained(tmp_path / "mac")
-    again = MACModel.from_pretrained(tmp_path / "mac", device="cpu")
+    again = reloaded(model, tmp_path / "mac")
     bank = model.amortize(TEXTS)
     assert torch.equal(again.amortize(TEXTS), bank)
     phi = model.aggregate(QUESTIONS, bank)

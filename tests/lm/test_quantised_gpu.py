@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +10,10 @@ import torch
 
 from mac_rag.config import BaseLMConfig, EncoderConfig, MACConfig, ModulationConfig
 from mac_rag.model import MACModel
-from pipelines.objective import Batch, LossWeights, mac_loss
-from tests.lm.helpers import KINDS, strong
+from pipelines.objective import LossWeights, mac_loss
+from tests.helpers import Folder, strong
+from tests.lm.helpers import BATCH, KINDS, QUESTIONS, TEXTS
 
-TEXTS = ["A storm closed the port of Riga.", "The mayor of Lisbon opened a bridge."]
-QUESTIONS = ["Which port?", "Who opened a bridge in the town of Lisbon?"]
 PROMPTS, ANSWERS = [[1, 30, 31, 32], [1, 40]], [[60, 61, 2], [62, 2]]
 TOLERANCE = 0.15  # of a loss in nats; in float32 they are equal
 
@@ -23,9 +21,7 @@ TOLERANCE = 0.15  # of a loss in nats; in float32 they are equal
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("quantization", ["nf4", "int8"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_gpu_answers_and_learns_as_a_cpu_does(
-    model_folder: Callable[[str], Path], tmp_path: Path, kind: Any, quantization: Any
-) -> None:
+def test_a_gpu_answers_and_learns_as_a_cpu(model_folder: Folder, tmp_path: Path, kind: Any, quantization: Any) -> None:
     encoder = EncoderConfig(name=str(model_folder("t5")))
     config = MACConfig(
         base_lm=BaseLMConfig(name=str(model_folder("llama")), dtype="bf16", quantization=quantization),
@@ -39,7 +35,7 @@ def test_a_gpu_answers_and_learns_as_a_cpu_does(
     phi = model.aggregate(QUESTIONS, model.amortize(TEXTS))
     with torch.no_grad():
         loss = model.base_lm.answer_loss(PROMPTS, ANSWERS, model.modulation(phi))
-    mac_loss(model, Batch(TEXTS, QUESTIONS, ["Riga", "the mayor"], [0, 1]), LossWeights())[0]["loss"].backward()
+    mac_loss(model, BATCH, LossWeights())[0]["loss"].backward()
     for network in (model.amortization, model.input_encoder, model.aggregation, model.modulation):
         gradients = [p.grad for p in network.parameters() if p.grad is not None]
         assert gradients

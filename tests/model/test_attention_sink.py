@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,22 +13,14 @@ from mac_rag.config import ModulationConfig
 from mac_rag.lm.attention_sink import sink_keys_values
 from mac_rag.model import MACModel
 from mac_rag.model.checkpoint import WEIGHTS
-from mac_rag.nn.modulation import PrefixTuning
-from pipelines.objective import Batch, LossWeights, mac_loss
-from tests.helpers import mac_config
-
-Folder = Callable[[str], Path]
-TEXTS = ["A storm closed the port of Riga.", "The mayor of Lisbon opened a bridge."]
-QUESTIONS = ["Which port?", "Who opened a bridge in the town of Lisbon?"]
+from pipelines.objective import LossWeights, mac_loss
+from tests.helpers import Folder, built, mac_config, reloaded, strong
+from tests.lm.helpers import BATCH, QUESTIONS, TEXTS
 
 
 def build(folder: Path, sink: bool, **values: Any) -> MACModel:
-    torch.manual_seed(0)
     modulation = ModulationConfig(attention_sink=sink)
-    model = MACModel.from_config(mac_config(folder, modulation=modulation, **values), device="cpu")
-    for parameter in model.modulation.parameters():
-        torch.nn.init.normal_(parameter, std=0.3)
-    return model
+    return strong(built(mac_config(folder, modulation=modulation, **values)))
 
 
 def loss(model: MACModel, phi: torch.Tensor) -> torch.Tensor:
@@ -37,32 +28,22 @@ def loss(model: MACModel, phi: torch.Tensor) -> torch.Tensor:
 
 
 def sink_of(model: MACModel) -> torch.Tensor:
-    assert isinstance(model.modulation, PrefixTuning)
-    assert model.modulation.sink is not None
     return model.modulation.sink.keys_values
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
-def test_the_sink_takes_a_position_and_no_weights(model_folder: Folder, name: str) -> None:
+def test_the_sink_takes_a_position_and_no_weights(model_folder: Folder, tmp_path: Path, name: str) -> None:
+    """A checkpoint computes it anew."""
     plain, model = (build(model_folder(name), sink) for sink in (False, True))
     assert plain.context_window == model.context_window + 1 == 1024 - 4
     assert model.mac_state().keys() == plain.mac_state().keys()
     assert model.fingerprint != plain.fingerprint  # the same weights read memory tokens in another way
     phi = model.aggregate(QUESTIONS, model.amortize(TEXTS))
-    assert not torch.allclose(
-        *(m.base_lm.answer_loss([[1, 30]], [[60, 2]], m.modulation(phi[:1])) for m in (plain, model))
-    )
-
-
-@pytest.mark.parametrize("name", ["llama", "gpt2"])
-def test_a_checkpoint_computes_the_sink_anew(model_folder: Folder, tmp_path: Path, name: str) -> None:
-    model = build(model_folder(name), True)
-    model.save_pretrained(tmp_path / "mac")
+    assert not torch.allclose(loss(plain, phi), loss(model, phi))
+    again = reloaded(model, tmp_path / "mac")
     with safe_open(tmp_path / "mac" / WEIGHTS, "pt") as stored:
         assert set(stored.keys()) == model.mac_state().keys()
-    again = MACModel.from_pretrained(tmp_path / "mac", device="cpu")
     assert again.fingerprint == model.fingerprint
-    phi = model.aggregate(QUESTIONS, model.amortize(TEXTS))
     torch.testing.assert_close(*(loss(m, phi) for m in (model, again)))
     for contexts in (None, [TEXTS[:1], TEXTS[:1]]):
         options: dict[str, Any] = {"modulation": phi, "memory_weight": 0.5}
@@ -77,15 +58,12 @@ def test_the_sink_follows_an_lm_that_is_trained_along(model_folder: Folder, tmp_
     model.train()
     optimiser = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.01, fused=True)
     for _ in range(2):
-        mac_loss(model.train(), Batch(TEXTS, QUESTIONS, ["Riga", "the mayor"], [0, 1]), LossWeights())[0][
-            "loss"
-        ].backward()
+        mac_loss(model.train(), BATCH, LossWeights())[0]["loss"].backward()
         optimiser.step()
     model.eval()
     assert not torch.allclose(sink_of(model), before, atol=1e-3)
     torch.testing.assert_close(sink_of(model), sink_keys_values(model.base_lm))
-    model.save_pretrained(tmp_path / "mac")
-    torch.testing.assert_close(sink_of(MACModel.from_pretrained(tmp_path / "mac", device="cpu")), sink_of(model))
+    torch.testing.assert_close(sink_of(reloaded(model, tmp_path / "mac")), sink_of(model))
 
 
 def test_only_a_prefix_has_a_sink() -> None:

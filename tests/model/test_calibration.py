@@ -68,6 +68,8 @@ def test_the_fit_finds_the_weights_that_made_the_labels() -> None:
     assert fitted.bias == pytest.approx(0.5, abs=0.15)
     # At the optimum, confidence is right on average.
     assert float(fitted.probability(evidence).mean()) == pytest.approx(sum(right) / 4000, abs=1e-5)
+    with pytest.raises(ConfigError, match="0 of the 3 answers are right"):  # one kind of answers fits nothing
+        Logistic.fit(evidence[:3], [False] * 3, "made up")
 
 
 @given(st.integers(0, 2**31), st.integers(2, 40))
@@ -83,11 +85,6 @@ def test_every_fit_is_an_optimum(seed: int, count: int) -> None:
     labels = torch.tensor(right, dtype=torch.float32)
     constant = torch.full_like(labels, sum(right) / count)
     assert functional.binary_cross_entropy(said, labels) <= functional.binary_cross_entropy(constant, labels) + 1e-6
-
-
-def test_one_kind_of_answers_fits_nothing() -> None:
-    with pytest.raises(ConfigError, match="0 of the 3 answers are right"):
-        Logistic.fit(torch.randn(3, len(EVIDENCE)), [False] * 3, "made up")
 
 
 def test_the_file_comes_back_and_goes_with_the_checkpoint(model: MACModel, tmp_path: Path) -> None:
@@ -134,12 +131,10 @@ def test_without_a_fit_there_is_no_confidence(engine: MACEngine, model: MACModel
     assert engine.answer([QUESTION])[0].confidence is None
     with pytest.raises(ConfigError, match=r"no calibration.*python -m pipelines\.calibrate"):
         engine.answer([QUESTION], min_confidence=0)
-    calibrated(model, logistic(prior=1.0), fingerprint="0" * 64)
-    with pytest.raises(ConfigError, match="other weights"):
-        engine.answer([QUESTION], min_confidence=0)
-    calibrated(model, logistic(prior=1.0), mode="documents")
-    with pytest.raises(ConfigError, match="from memory alone"):
-        engine.answer([QUESTION], min_confidence=0)
+    for values, message in (({"fingerprint": "0" * 64}, "other weights"), ({"mode": "documents"}, "from memory alone")):
+        calibrated(model, logistic(prior=1.0), **values)
+        with pytest.raises(ConfigError, match=message):
+            engine.answer([QUESTION], min_confidence=0)
     calibrated(model, logistic(prior=1.0))
     with pytest.raises(ConfigError, match="with documents in front"):
         engine.answer([QUESTION], contexts=[["A storm."]], min_confidence=0)
@@ -168,9 +163,7 @@ def test_evidence_is_what_it_says(engine: MACEngine, model: MACModel) -> None:
     # The plain way: every document's prior, and one prompt at a time.
     phi = engine.bank.phi
     prior = model.aggregation.prior
-    assert prior is not None
     view, encoded = model.project(phi), model._encode(questions)
-    assert view.prior_keys is not None
     scores = prior.queries(encoded) @ view.prior_keys.T
     torch.testing.assert_close(evidence[:, 0], scores.amax(1), rtol=1e-4, atol=1e-5)
     share = (scores * prior.log_scale.exp()).softmax(1).amax(1)
@@ -214,7 +207,7 @@ def test_repetition_is_of_the_answers_words() -> None:
 
 def test_answers_are_taken_away_and_the_fit_knows_it(model: MACModel) -> None:
     engine = MACEngine(model)
-    found, evidence, mode = guesses(engine, STREAM, 40, seed=0, batch_size=16, progress=False)
+    found, evidence, mode = guesses(engine, STREAM, 40, seed=0, batch_size=16)
     assert mode == "memory"
     assert [guess.answerable for guess in found] == [True] * 20 + [False] * 20
     assert sum(guess.right for guess in found[:20]) > 10 > sum(guess.right for guess in found[20:])
@@ -228,7 +221,6 @@ def test_answers_are_taken_away_and_the_fit_knows_it(model: MACModel) -> None:
 
 def test_the_shipped_calibration_is_of_the_shipped_weights() -> None:
     calibration = read_calibration(SHIPPED / "mac-small")
-    assert calibration is not None
     assert calibration.fingerprint == FINGERPRINTS["mac-small"]
     assert set(calibration.modes) == {"memory", "documents"}
 

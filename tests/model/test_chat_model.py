@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -16,7 +15,7 @@ from mac_rag.lm.chat import Message
 from mac_rag.lm.decoding import Sampling
 from mac_rag.model import MACModel
 from pipelines.objective import Batch, LossWeights, mac_loss
-from tests.helpers import mac_config
+from tests.helpers import Folder, mac_config
 
 TEXTS = ["Ada Voss opened the museum of Orsena.", "The bridge cost $34 million."]
 QUESTIONS = ["Who opened the museum?", "What did the bridge cost?"]
@@ -30,10 +29,8 @@ def model(chat_checkpoint: Path) -> MACModel:
 
 def conversation(model: MACModel, *said: tuple[str, str], start: bool = True) -> list[int]:
     messages = [{"role": role, "content": text} for role, text in said]
-    ids: list[int] = model.base_lm.tokenizer.apply_chat_template(
-        messages, add_generation_prompt=start, return_dict=False
-    )
-    return ids
+    template = model.base_lm.tokenizer.apply_chat_template
+    return template(messages, add_generation_prompt=start, return_dict=False)
 
 
 def test_a_checkpoint_keeps_the_chat_format(model: MACModel) -> None:
@@ -86,7 +83,7 @@ def test_control_tokens_in_documents_are_text_for_the_memory(model: MACModel) ->
     assert encoder.ids("An ordinary text.") == tokenizer("An ordinary text.").input_ids
 
 
-def test_chat_around_an_lm_without_a_chat_template_is_an_error(model_folder: Callable[[str], Path]) -> None:
+def test_chat_around_an_lm_without_a_chat_template_is_an_error(model_folder: Folder) -> None:
     config = mac_config(model_folder("llama"), prompt=PromptFormat(chat=True))
     with pytest.raises(ModelLoadError, match="has no chat template; take an instruct LM, or leave out"):
         MACModel.from_config(config, device="cpu")

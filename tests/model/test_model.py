@@ -1,4 +1,4 @@
-"""MACModel: one batch gives what its rows give, padding changes nothing, and checkpoints are checked name by name."""
+"""MACModel: a batch gives what its rows give, checkpoints are checked name by name, digests follow what they cover."""
 
 from __future__ import annotations
 
@@ -11,15 +11,20 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
 
-from mac_rag.config import AggregationConfig, ModulationConfig
+from mac_rag.bank import MemoryBank
+from mac_rag.config import AggregationConfig, BaseLMConfig, MACConfig, ModulationConfig
 from mac_rag.data.newswire.generate import generate
-from mac_rag.errors import BankError, ConfigError, DocumentError, FingerprintError, ModelLoadError
+from mac_rag.engine import MACEngine
+from mac_rag.errors import BankError, ConfigError, DocumentError, FingerprintError, MACError, ModelLoadError
+from mac_rag.lm.loading import load_first_layers
 from mac_rag.model import MACModel
 from mac_rag.model.presets import PAPER, preset
-from tests.helpers import copy_of, mac_config
+from pipelines.objective import Batch, LossWeights, mac_loss
+from tests.helpers import Folder, built, copy_of, mac_config, reloaded, save_instruct
+from tests.torture.mutations import copy
 
-Folder = Callable[[str], Path]
 DOCUMENTS = [document.text for document in generate("val", 12).documents]
 QUESTIONS = [question.question for question in generate("val", 12).questions]
 
@@ -38,8 +43,7 @@ DESIGNS = [
 def designed(request: pytest.FixtureRequest, model_folder: Folder) -> MACModel:
     """A model that no test changes."""
     design, backbone = request.param
-    torch.manual_seed(0)
-    return MACModel.from_config(mac_config(model_folder("gpt2"), model_folder(backbone), design), device="cpu")
+    return built(mac_config(model_folder("gpt2"), model_folder(backbone), design))
 
 
 def test_padding_never_changes_memory_tokens(designed: MACModel) -> None:
@@ -74,8 +78,6 @@ def test_a_pooling_encoder_starts_from_means_of_its_states(model_folder: Folder)
 
 
 def test_gradients_reach_every_trained_weight(designed: MACModel) -> None:
-    from pipelines.objective import Batch, LossWeights, mac_loss
-
     weights = LossWeights(direct=1, reconstruction=1, contrastive=1)
     batch = Batch(DOCUMENTS[:3], QUESTIONS[:3], ["an answer", "b", "c d"], [0, 1, 2])
     model = copy_of(designed).train()
@@ -102,8 +104,7 @@ def test_checkpoints_come_back_whole(model_folder: Folder, tmp_path: Path, lm: s
     torch.manual_seed(0)
     config = mac_config(model_folder(lm), model_folder("t5"), "encoder-decoder", modulation=ModulationConfig(kind=kind))
     model = MACModel.from_config(config, device="cpu")
-    model.save_pretrained(tmp_path / "saved")
-    again = MACModel.from_pretrained(tmp_path / "saved", device="cpu")
+    again = reloaded(model, tmp_path / "saved")
     assert again.fingerprint == model.fingerprint
     phi = model.aggregate(QUESTIONS, model.amortize(DOCUMENTS))
     assert again.generate(QUESTIONS, modulation=phi) == model.generate(QUESTIONS, modulation=phi)
@@ -132,8 +133,7 @@ def test_a_trained_base_lm_travels_with_the_checkpoint(tiny_model: MACModel, tmp
     with torch.no_grad():
         for parameter in trained:
             parameter.add_(0.05 * torch.randn_like(parameter))
-    tiny_model.save_pretrained(tmp_path)
-    again = MACModel.from_pretrained(tmp_path, device="cpu")
+    again = reloaded(tiny_model, tmp_path)
     assert not any("lora" in name for name, _ in again.named_parameters())
     phi = tiny_model.aggregate(QUESTIONS, tiny_model.amortize(DOCUMENTS))
     prompts = [tiny_model.base_lm.prompts.prompt(question) for question in QUESTIONS]
@@ -150,27 +150,39 @@ def test_the_fingerprint_follows_the_weights(tiny_model: MACModel) -> None:
     assert tiny_model.fingerprint != before
 
 
-def test_unknown_model_name() -> None:
+def test_names_that_lead_to_no_model(model_folder: Folder, tmp_path: Path) -> None:
     with pytest.raises(ModelLoadError, match="no-such-model"):
         MACModel.from_pretrained("no-such-model")
-
-
-def test_unknown_base_lm_name(model_folder: Folder) -> None:
+    with pytest.raises(ModelLoadError, match=r"config\.json"):
+        MACModel.from_pretrained(tmp_path)
     config = mac_config(model_folder("llama"))
     config = config.model_copy(update={"base_lm": config.base_lm.model_copy(update={"name": "no/such-lm"})})
     with pytest.raises(ModelLoadError, match="no/such-lm"):
         MACModel.from_config(config, device="cpu")
+    with pytest.raises(ConfigError, match="gpt5"):
+        preset("gpt5")
 
 
-def test_a_folder_that_is_no_checkpoint(tmp_path: Path) -> None:
-    with pytest.raises(ModelLoadError, match=r"config\.json"):
-        MACModel.from_pretrained(tmp_path)
+def _copied(checkpoint: Path, place: Path, **values: object) -> Path:
+    """A copy of a checkpoint with other values in its configuration."""
+    path = copy(checkpoint, place / "copy") / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **values}))
+    return path.parent
 
 
-def test_a_checkpoint_of_another_architecture_names_what_differs(tiny_checkpoint: Path, tmp_path: Path) -> None:
-    place = _copied(tiny_checkpoint, tmp_path, tokens=6)
-    with pytest.raises(ModelLoadError, match=r"amortization\.network\.queries: \[4, 64\] in the file, \[6, 64\]"):
-        MACModel.from_pretrained(place)
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"tokens": 6}, r"amortization\.network\.queries: \[4, 64\] in the file, \[6, 64\]"),
+        ({"format": 99}, "format 99"),
+        ({"base_lm": {"name": "./../elsewhere"}}, "leads out"),
+    ],
+)
+def test_a_checkpoint_that_its_configuration_does_not_describe(
+    tiny_checkpoint: Path, tmp_path: Path, values: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ModelLoadError, match=message):
+        MACModel.from_pretrained(_copied(tiny_checkpoint, tmp_path, **values))
 
 
 def test_a_checkpoint_with_missing_and_unknown_weights_names_them(tiny_checkpoint: Path, tmp_path: Path) -> None:
@@ -193,17 +205,6 @@ def test_a_truncated_checkpoint(tiny_checkpoint: Path, tmp_path: Path, file: str
         MACModel.from_pretrained(place)
 
 
-def test_a_checkpoint_of_a_later_format(tiny_checkpoint: Path, tmp_path: Path) -> None:
-    with pytest.raises(ModelLoadError, match="format 99"):
-        MACModel.from_pretrained(_copied(tiny_checkpoint, tmp_path, format=99))
-
-
-def test_a_base_lm_outside_its_checkpoint_is_refused(tiny_checkpoint: Path, tmp_path: Path) -> None:
-    place = _copied(tiny_checkpoint, tmp_path, base_lm={"name": "./../elsewhere"})
-    with pytest.raises(ModelLoadError, match="leads out"):
-        MACModel.from_pretrained(place)
-
-
 @pytest.mark.parametrize(
     ("design", "backbone"), [("encoder-decoder", "gpt2"), ("decoder-only", "t5"), ("encoder-decoder", "bert")]
 )
@@ -214,21 +215,23 @@ def test_a_backbone_that_does_not_fit_its_design(model_folder: Folder, design: s
 
 @pytest.mark.parametrize(
     ("document", "message"),
-    [("", "must not be empty"), (" \n", "must not be empty"), (7, "expected a text, got int")],
+    [
+        ("", "must not be empty"),
+        (" \n", "must not be empty"),
+        (7, "expected a text, got int"),
+        ("word " * 2000, "longer than the limit of 512"),
+    ],
 )
-def test_documents_that_are_none(tiny_model: MACModel, document: str, message: str) -> None:
+def test_documents_that_cannot_be_read(tiny_model: MACModel, document: str, message: str) -> None:
     with pytest.raises(DocumentError, match=message):
         tiny_model.amortize(["Fine.", document])
 
 
-def test_a_document_over_the_limit_is_refused(tiny_model: MACModel) -> None:
-    with pytest.raises(DocumentError, match=r"longer than the limit of 512"):
-        tiny_model.amortize(["word " * 2000])
-
-
-def test_an_empty_bank(tiny_model: MACModel) -> None:
+def test_an_empty_bank_and_a_bank_of_another_model(tiny_model: MACModel) -> None:
     with pytest.raises(BankError, match="empty"):
         tiny_model.aggregate(QUESTIONS, torch.zeros(0, 4, 64))
+    with pytest.raises(FingerprintError, match="written by model 0123"):
+        MACEngine(tiny_model, MemoryBank("0123456789abcdef"))
 
 
 def test_the_prior_can_be_left_out_for_comparison(tiny_model: MACModel) -> None:
@@ -249,38 +252,13 @@ def test_presets_are_the_papers(name: str) -> None:
     assert (config.base_lm.quantization == "nf4") == (name in {"gpt2-xl", "llama2-7b"})
 
 
-def test_unknown_preset() -> None:
-    with pytest.raises(ConfigError, match="gpt5"):
-        preset("gpt5")
-
-
 def test_configurations_name_what_is_wrong(model_folder: Folder) -> None:
-    from mac_rag.config import MACConfig
-
     values = mac_config(model_folder("llama")).model_dump()
     values["tokens"] = 0
     values["aggregation"]["heds"] = 2
     with pytest.raises(ConfigError) as error:
         MACConfig.parse(values, "model.yaml")
     assert all(part in str(error.value) for part in ("model.yaml", "tokens", "got 0", "aggregation.heds"))
-
-
-def test_a_bank_of_another_model(tiny_model: MACModel) -> None:
-    from mac_rag.bank import MemoryBank
-    from mac_rag.engine import MACEngine
-
-    with pytest.raises(FingerprintError, match="written by model 0123"):
-        MACEngine(tiny_model, MemoryBank("0123456789abcdef"))
-
-
-def _copied(checkpoint: Path, place: Path, **values: object) -> Path:
-    """A copy of a checkpoint with other values in its configuration."""
-    import shutil
-
-    shutil.copytree(checkpoint, place / "copy")
-    path = place / "copy" / "config.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), **values}))
-    return place / "copy"
 
 
 @pytest.mark.parametrize(
@@ -294,8 +272,7 @@ def _copied(checkpoint: Path, place: Path, **values: object) -> Path:
 )
 def test_answers_are_those_of_any_grouping_of_the_prompts(kind: Any, beams: int, model_folder: Folder) -> None:
     config = mac_config(model_folder("gpt2"), model_folder("bert"), "encoder-only")
-    torch.manual_seed(0)
-    model = MACModel.from_config(config.model_copy(update={"modulation": ModulationConfig(kind=kind)}), device="cpu")
+    model = built(config.model_copy(update={"modulation": ModulationConfig(kind=kind)}))
     with torch.no_grad():  # maps to a change start at zero
         for parameter in model.modulation.parameters():
             parameter.add_(torch.randn_like(parameter))
@@ -315,3 +292,135 @@ def test_answers_are_those_of_any_grouping_of_the_prompts(kind: Any, beams: int,
     assert all(answers == given[1] for answers in given.values())
     assert len({tuple(rows) for rows in given[1]}) == 3
     assert len(set(given[1][0])) >= 3
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    place = tmp_path_factory.mktemp("digest")
+    model = MACModel.from_config(mac_config(save_instruct(place / "lm")), device="cpu")
+    model.save_pretrained(place / "checkpoint")
+    return place / "checkpoint"
+
+
+def loaded(folder: Path) -> MACModel:
+    return MACModel.from_pretrained(folder, device="cpu")
+
+
+def test_the_answer_digest_stays_when_a_model_is_moved_saved_and_used(saved: Path, tmp_path: Path) -> None:
+    model = loaded(saved)
+    before = model.answer_digest
+    model.generate(["Who?"], modulation=model.aggregate(["Who?"], model.amortize(["Ada opened it."])), max_new_tokens=2)
+    assert model.answer_digest == before
+    assert reloaded(model, tmp_path / "moved").answer_digest == before
+
+
+def rewritten(name: str, change: Callable[[dict[str, Any]], None]) -> Callable[[Path], None]:
+    def rewrite(folder: Path) -> None:
+        content = json.loads((folder / name).read_text())
+        change(content)
+        (folder / name).write_text(json.dumps(content))
+
+    return rewrite
+
+
+def other_template(folder: Path) -> None:
+    path = folder / "base_lm" / "chat_template.jinja"
+    path.write_text(path.read_text() + " ")
+
+
+@pytest.mark.parametrize(
+    ("change", "keeps_fingerprint"),
+    [
+        (rewritten("config.json", lambda c: c.update(memory_weight=0.5)), True),
+        (rewritten("config.json", lambda c: c.update(max_new_tokens=7)), True),
+        (rewritten("config.json", lambda c: c.update(context_window=200)), True),
+        (rewritten("config.json", lambda c: c["prompt"].update(question="Q {question}\n")), True),
+        (rewritten("config.json", lambda c: c["base_lm"].update(dtype="bf16")), True),
+        (rewritten("config.json", lambda c: c["aggregation"].update(prior_sharpness=2.0)), False),
+        (rewritten("base_lm/config.json", lambda c: c["rope_parameters"].update(rope_theta=5.0)), True),
+        (rewritten("base_lm/generation_config.json", lambda c: c.update(eos_token_id=[2, 5])), True),
+        (rewritten("base_lm/tokenizer.json", lambda c: c["added_tokens"][3].update(lstrip=True)), True),
+        (other_template, True),
+    ],
+    ids="memory-weight answer-length window prompt dtype sharpness rope end-tokens tokenizer chat-template".split(),
+)
+def test_the_answer_digest_changes_with_what_changes_answers(
+    saved: Path, tmp_path: Path, change: Callable[[Path], None], keeps_fingerprint: bool
+) -> None:
+    folder = copy(saved, tmp_path / "changed")
+    before = loaded(folder)
+    change(folder)
+    after = loaded(folder)
+    assert after.answer_digest != before.answer_digest
+    assert (after.fingerprint == before.fingerprint) is keeps_fingerprint
+
+
+def test_languages_change_no_answer(saved: Path, tmp_path: Path) -> None:
+    folder = copy(saved, tmp_path / "changed")
+    before = loaded(folder)
+    rewritten("config.json", lambda c: c.update(languages=["en", "de"]))(folder)
+    after = loaded(folder)
+    assert after.config.languages == ("en", "de")
+    assert (after.answer_digest, after.fingerprint) == (before.answer_digest, before.fingerprint)
+    rewritten("config.json", lambda c: c.update(languages=[]))(folder)
+    with pytest.raises(MACError, match="languages"):
+        loaded(folder)
+
+
+@pytest.mark.parametrize("part", ["base_lm", "amortization", "input_encoder", "aggregation", "modulation"])
+def test_the_answer_digest_changes_with_any_weight(saved: Path, part: str) -> None:
+    model = loaded(saved)
+    before = model.answer_digest
+    with torch.no_grad():
+        list(getattr(model, part).parameters())[-1].view(-1)[-1] += 1e-3
+    assert model.answer_digest != before
+
+
+def around(folder: Path, **base_lm: Any) -> MACConfig:
+    values = mac_config(folder, None, "encoder-pooling", modulation=ModulationConfig(attention_sink=True)).model_dump()
+    part = {**values["amortization"], "layers": 1, "embeddings": "base-lm", "dtype": "bf16"}
+    lm = BaseLMConfig(**{"name": str(folder), "dtype": "bf16", "quantization": "nf4", **base_lm})
+    return MACConfig.model_validate({**values, "base_lm": lm, "amortization": part, "input_encoder": part})
+
+
+def test_encoders_start_from_the_first_layers_unquantised(model_folder: Folder, tmp_path: Path) -> None:
+    folder = model_folder("llama")
+    config = around(folder)
+    model = MACModel.from_config(config, device="cpu")
+    backbone = model.amortization.network.backbone
+    whole = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).model
+    first = {name: weight for name, weight in whole.named_parameters() if name.startswith(("layers.0.", "norm."))}
+    found = dict(backbone.named_parameters())
+    assert found.keys() == first.keys()  # one layer, and no embeddings of its own
+    for name, weight in first.items():
+        assert found[name].requires_grad
+        assert torch.equal(found[name], weight), name
+    assert model.base_lm.model.is_quantized
+    assert backbone.get_input_embeddings().weight is model.base_lm.model.get_input_embeddings().weight
+
+    loaded = reloaded(model, tmp_path / "saved")
+    assert loaded.config.base_lm.quantization == "nf4"
+    text = ["Ada Voss was appointed."]
+    torch.testing.assert_close(loaded.amortize(text), model.amortize(text), rtol=0, atol=0.1)
+
+
+def test_no_more_layers_start_than_there_are(model_folder: Folder) -> None:
+    config = around(model_folder("llama"))
+    part = config.amortization.model_copy(update={"layers": 3})
+    with pytest.raises(ModelLoadError, match="layers is 3, but llama has 2"):
+        MACModel.from_config(config.model_copy(update={"amortization": part, "input_encoder": part}), device="cpu")
+
+
+def test_files_in_4_bit_are_no_start(model_folder: Folder, tmp_path: Path) -> None:
+    MACModel.from_config(around(model_folder("llama")), device="cpu").save_pretrained(tmp_path / "saved")
+    with pytest.raises(ModelLoadError, match="holds quantised weights, from which an encoder cannot start"):
+        MACModel.from_config(around(tmp_path / "saved" / "base_lm"), device="cpu")
+
+
+def test_weights_that_are_missing_are_named(model_folder: Folder, tmp_path: Path) -> None:
+    whole = AutoModelForCausalLM.from_pretrained(model_folder("llama"))
+    state = {name: weight for name, weight in whole.state_dict().items() if "layers.0.mlp.up" not in name}
+    whole.save_pretrained(tmp_path, state_dict=state)
+    with pytest.raises(ModelLoadError, match=r"lacks 1 of the LM's weights, such as layers\.0\.mlp\.up_proj"):
+        load_first_layers(BaseLMConfig(name=str(tmp_path)), 1, torch.device("cpu"))
+    assert len(list(load_first_layers(BaseLMConfig(name=str(model_folder("gpt2"))), None, torch.device("cpu")).h)) == 2

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -34,38 +33,30 @@ from mac_rag.nn.attention import direct_attention
 from mac_rag.nn.memory_tokens import MemoryTokens
 from pipelines.objective import Batch, LossWeights, mac_loss
 from pipelines.tasks.add_lexical import add_hashed_bm25
-from tests.helpers import copy_of, mac_config
+from tests.helpers import Folder, built, copy_of, mac_config, reloaded
 
 TEXTS = ["William of Normandy won at Hastings, in 1066.", "Rain fell on the town for eleven days.", "It was cold."]
 QUESTIONS = ["Who won at Hastings?", "How long did it rain?"]
+BATCH = Batch(TEXTS, QUESTIONS, ["William of Normandy", "eleven days"], [0, 1])
 
 
 def with_encoder(encoder: SentenceEncoderConfig | None, **values: Any) -> MACConfig:
     part = EncoderConfig(design="encoder-pooling", name=None, embeddings="base-lm", layers=1)
     sizes = AggregationConfig(blocks=1, heads=2, head_width=8, feed_forward=1, prior_width=384)
-    options = {
-        "tokens": 4,
-        "max_new_tokens": 4,
-        "mlp_width": 8,
-        "aggregation": sizes,
-        "amortization": part,
-        "input_encoder": part,
-        **values,
-    }
-    return MACConfig(base_lm=BaseLMConfig(name="minilm"), sentence_encoder=encoder, **options)
+    options = {"tokens": 4, "max_new_tokens": 4, "mlp_width": 8, "aggregation": sizes, "amortization": part, **values}
+    return MACConfig(base_lm=BaseLMConfig(name="minilm"), sentence_encoder=encoder, input_encoder=part, **options)
 
 
 @pytest.fixture(scope="module")
-def built() -> MACModel:
+def shared() -> MACModel:
     """A model that no test changes."""
-    torch.manual_seed(1)
-    return MACModel.from_config(with_encoder(SentenceEncoderConfig(name="minilm", embeddings="base-lm")), device="cpu")
+    return built(with_encoder(SentenceEncoderConfig(name="minilm", embeddings="base-lm")), 1)
 
 
 @pytest.fixture
-def model(built: MACModel) -> MACModel:
+def model(shared: MACModel) -> MACModel:
     torch.manual_seed(1)
-    return copy_of(built)
+    return copy_of(shared)
 
 
 def test_the_first_token_is_the_encoders_mean_state_of_the_text(model: MACModel) -> None:
@@ -100,7 +91,7 @@ def test_documents_are_encoded_as_questions_are_and_with_trained_weights(model: 
         *(pytest.param(f"encoder-{k}", marks=pytest.mark.slow) for k in ("only", "pooling")),
     ],
 )
-def test_every_design_takes_a_sentence_encoder(design: str, built: MACModel, tmp_path: Path) -> None:
+def test_every_design_takes_a_sentence_encoder(design: str, shared: MACModel, tmp_path: Path) -> None:
     name = None
     if design in ("encoder-only", "encoder-decoder"):
         name = str(tmp_path / "t5")
@@ -112,7 +103,7 @@ def test_every_design_takes_a_sentence_encoder(design: str, built: MACModel, tmp
     model = MACModel.from_config(with_encoder(SentenceEncoderConfig(name="minilm"), amortization=part), device="cpu")
     phi = model.amortize(TEXTS)
     assert phi.shape == (3, 4, 384)
-    torch.testing.assert_close(phi[:, 0], built.amortize(TEXTS)[:, 0], atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(phi[:, 0], shared.amortize(TEXTS)[:, 0], atol=1e-5, rtol=1e-5)
 
 
 def test_the_document_prior_compares_the_encoders_tokens_alone(model: MACModel) -> None:
@@ -130,8 +121,7 @@ def test_the_document_prior_compares_the_encoders_tokens_alone(model: MACModel) 
 def test_a_checkpoint_holds_the_sentence_encoder_once(model: MACModel, tmp_path: Path) -> None:
     with torch.no_grad():  # so that what is loaded cannot come from MiniLM's package
         model.amortization.network.sentence_encoder.encoder.layer[0].output.dense.weight.mul_(1.5)
-    model.save_pretrained(tmp_path / "mac")
-    again = MACModel.from_pretrained(tmp_path / "mac", device="cpu")
+    again = reloaded(model, tmp_path / "mac")
     torch.testing.assert_close(again.amortize(TEXTS), model.amortize(TEXTS))
     assert again.amortization.network.sentence_encoder is again.input_encoder.network.sentence_encoder
     assert again.fingerprint == model.fingerprint
@@ -208,8 +198,7 @@ def test_no_strategy_attends_to_lexical_vectors(lexical: MACModel, strategy: Any
 def test_a_checkpoint_holds_hashed_bm25(lexical: MACModel, tmp_path: Path) -> None:
     before = lexical.amortize(TEXTS)
     for dtype in (None, torch.int8):
-        lexical.save_pretrained(tmp_path / str(dtype), dtype=dtype)
-        again = MACModel.from_pretrained(tmp_path / str(dtype), device="cpu")
+        again = reloaded(lexical, tmp_path / str(dtype), dtype=dtype)
         assert again.amortization.network.hashed_bm25 is again.input_encoder.network.hashed_bm25
         torch.testing.assert_close(again.amortize(TEXTS)[:, 4:], before[:, 4:])
     network: Any = again.amortization.network
@@ -219,20 +208,21 @@ def test_a_checkpoint_holds_hashed_bm25(lexical: MACModel, tmp_path: Path) -> No
     assert again.fingerprint != fingerprint
 
 
-def test_training_leaves_hashed_bm25_as_it_is(lexical: MACModel) -> None:
-    network: Any = lexical.amortization.network
+def test_training_leaves_the_sentence_encoder_and_hashed_bm25_as_they_are(lexical: MACModel) -> None:
+    network, prior = lexical.amortization.network, lexical.aggregation.prior
     rarity = network.hashed_bm25.rarity.clone()
     lexical.train()
+    assert not network.sentence_encoder.training
     weights = LossWeights(answer=1, direct=1, reconstruction=1, contrastive=1, distillation=1)
-    batch = Batch(TEXTS, QUESTIONS, ["William", "eleven days"], [0, 1])
-    terms, phi = mac_loss(
-        lexical, batch, weights, negatives=MemoryTokens.split(torch.randn(5, 6, 384), 2), distractors=2
-    )
+    negatives = MemoryTokens.split(torch.randn(5, 6, 384), 2)
+    terms, phi = mac_loss(lexical, BATCH, weights, negatives=negatives, distractors=2)
     assert phi.stacked().shape == (3, 6, 384)
     assert all(bool(term.isfinite()) for term in terms.values())
     terms["loss"].backward()
     assert network.hashed_bm25.rarity.grad is None
     assert torch.equal(network.hashed_bm25.rarity, rarity)
+    assert all(p.grad is None for p in network.sentence_encoder.parameters())
+    assert float(prior.query.weight.grad.abs().sum()) > 0
 
 
 def test_lexical_vectors_find_a_name_that_meaning_does_not(model: MACModel) -> None:
@@ -264,28 +254,14 @@ def test_an_encoder_that_starts_anew_keeps_what_finds_documents(lexical: MACMode
     assert not any(".sentence_encoder." in name or ".hashed_bm25." in name for name in differ)
 
 
-def test_training_leaves_the_sentence_encoder_as_it_is(model: MACModel) -> None:
-    model.train()
-    assert not model.amortization.network.sentence_encoder.training
-    terms, _ = mac_loss(
-        model, Batch(TEXTS, QUESTIONS, ["William", "eleven days"], [0, 1]), LossWeights(answer=1, contrastive=1)
-    )
-    terms["loss"].backward()
-    assert all(p.grad is None for p in model.amortization.network.sentence_encoder.parameters())
-    prior: Any = model.aggregation.prior
-    assert float(prior.query.weight.grad.abs().sum()) > 0
-
-
-def test_a_sentence_encoder_that_cannot_be_used(model_folder: Callable[[str], Path], tmp_path: Path) -> None:
+def test_a_sentence_encoder_that_cannot_be_used(model_folder: Folder, tmp_path: Path) -> None:
     own = SentenceEncoderConfig(name="minilm")
     assert MACModel.from_config(with_encoder(own), device="cpu").amortize(TEXTS).shape == (3, 4, 384)
     with pytest.raises(ValidationError, match="the sentence encoder 'minilm' serves the document prior"):
         with_encoder(own, aggregation=AggregationConfig())
     with pytest.raises(ValidationError, match="tokens is 1, but a document needs one beside the sentence encoder's"):
         with_encoder(own, tokens=1)
-    with pytest.raises(
-        ModelLoadError, match=r"sentence encoder '.*' cannot be used: its vocabulary is not the base LM's"
-    ):
+    with pytest.raises(ModelLoadError, match=r"encoder '.*' cannot be used: its vocabulary is not the base LM's"):
         MACModel.from_config(with_encoder(SentenceEncoderConfig(name=str(model_folder("bert")))), device="cpu")
     other = mac_config(model_folder("llama")).model_copy(update={"sentence_encoder": own})
     with pytest.raises(ModelLoadError, match="the sentence encoder 'minilm' cannot be used: its vocabulary"):
@@ -305,7 +281,6 @@ def test_an_lm_that_learns_along_leaves_shared_embeddings_alone(model: MACModel)
     assert not embeddings.requires_grad
     assert len(learning) == len(list(model.base_lm.model.parameters())) - 1
     before = model.amortize(TEXTS)[:, 0]
-    batch = Batch(TEXTS, QUESTIONS, ["William of Normandy", "eleven days"], [0, 1])
-    mac_loss(model, batch, LossWeights())[0]["loss"].backward()
+    mac_loss(model, BATCH, LossWeights())[0]["loss"].backward()
     torch.optim.SGD([p for p in model.parameters() if p.grad is not None], 1.0).step()
     torch.testing.assert_close(model.amortize(TEXTS)[:, 0], before, atol=0, rtol=0)

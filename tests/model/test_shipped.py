@@ -32,16 +32,6 @@ PARAGRAPHS: dict[str, dict[str, str]] = {
         "In what year was the Varde lighthouse built?": "1871",
         "What did the lamp of the Varde lighthouse burn until 1912?": "rapeseed oil",
     },
-    "The Halden Prize is given every four years for work on tropical medicine. In 2014 it went to Amara Diallo, who "
-    "had shown how a parasite survives in river snails.": {
-        "Who won the Halden Prize in 2014?": "Amara Diallo",
-        "What is the Halden Prize given for?": "tropical medicine",
-    },
-    "The library of Marlow College holds about 90,000 books. Its reading room was added by the architect James Holt in "
-    "1888, and its oldest manuscript is a Latin psalter.": {
-        "How many books does the library of Marlow College hold?": "90,000",
-        "Who added the reading room of the library?": "James Holt",
-    },
     "Bluewater Bay is home to the largest colony of grey seals on the coast. Every November, about 3,000 pups are born "
     "on its beaches.": {
         "What animals live in Bluewater Bay?": "grey seals",
@@ -95,9 +85,7 @@ def test_a_bank_of_a_shipped_model_tells_its_name() -> None:
 
 def test_an_unknown_name_is_refused_with_those_that_are_shipped() -> None:
     for unknown in ("mac-small@1", "mac-tiny-hops", "mac-tiny@"):
-        with pytest.raises(
-            ModelLoadError, match=rf"'{unknown}'.* not shipped with the package \(mac-small, mac-tiny\)"
-        ):
+        with pytest.raises(ModelLoadError, match=rf"'{unknown}'.* not shipped .*\(mac-small, mac-tiny\)"):
             find(unknown, None)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +17,8 @@ from mac_rag.model import MACModel
 from pipelines.objective import Batch, LossWeights, mac_loss
 from pipelines.tasks.fit_recency import with_recency_term
 from tests.distributed.local_shards import assert_read_alike, readers_of_one
-from tests.helpers import mac_config
+from tests.helpers import Folder, mac_config, reloaded
 
-Folder = Callable[[str], Path]
 TEXTS = [f"{name} was born in {place} in {year}." for name, place, year in
          (("Ann", "Kyiv", 1950), ("Bob", "Lima", 1960), ("Cid", "Oslo", 1970), ("Dee", "Rome", 1980))]  # fmt: skip
 QUESTIONS = ["Where was Bob born?", "When was Dee born?"]
@@ -31,7 +29,6 @@ def with_slots(model_folder: Folder, slots: int = 2, kind: Any = "prefix", **val
     sizes = AggregationConfig(blocks=2, heads=2, head_width=8, prior_width=16, slots=slots)
     config = mac_config(model_folder("llama"), aggregation=sizes, modulation=ModulationConfig(kind=kind), **values)
     model = MACModel.from_config(config, device="cpu")
-    assert model.aggregation.slots is not None
     torch.nn.init.normal_(model.aggregation.slots.places)
     torch.nn.init.normal_(model.aggregation.slots.faint)
     return model.eval()
@@ -55,8 +52,7 @@ def test_a_bank_on_disk_gives_what_the_documents_give(model_folder: Folder, tmp_
 
 def test_a_checkpoint_keeps_slots(model_folder: Folder, tmp_path: Path) -> None:
     model = with_slots(model_folder)
-    model.save_pretrained(tmp_path / "saved")
-    loaded = MACModel.from_pretrained(tmp_path / "saved", device="cpu")
+    loaded = reloaded(model, tmp_path / "saved")
     assert loaded.fingerprint == model.fingerprint
     memory = model.amortize(TEXTS)
     torch.testing.assert_close(loaded.aggregate(QUESTIONS, memory), model.aggregate(QUESTIONS, memory))
@@ -71,7 +67,6 @@ def test_training_reaches_the_marks(model_folder: Folder, kind: Any) -> None:
             torch.nn.init.normal_(parameter, std=0.1)
     losses, _ = mac_loss(model, batch, LossWeights(answer=1, direct=1))
     losses["loss"].backward()
-    assert model.aggregation.slots is not None
     for parameter in model.aggregation.slots.parameters():
         assert parameter.grad is not None
         assert parameter.grad.abs().sum() > 0

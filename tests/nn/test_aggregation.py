@@ -1,4 +1,4 @@
-"""The aggregation network: a set operation on the bank, equal to a plain loop over documents and tokens."""
+"""The aggregation network, at once and hierarchical: equal to plain loops over documents and tokens."""
 
 from __future__ import annotations
 
@@ -10,21 +10,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from mac_rag.errors import ConfigError
 from mac_rag.nn import attention
 from mac_rag.nn.aggregation import AggregationNetwork
 from mac_rag.nn.attention import direct_attention, needed_rows
 from mac_rag.nn.bank_view import BankProjection
-from tests.nn.helpers import WIDTH, network, random, random_texts
-
-
-@settings(max_examples=25, deadline=None)
-@given(order=st.permutations(range(7)), prior=st.sampled_from([0, 8]))
-def test_the_order_of_documents_does_not_matter(order: list[int], prior: int) -> None:
-    built, question, phi = network(prior), random_texts(3), random_texts(7, seed=1)
-    before, mass_before = built(question, built.project(phi), mass=True)
-    after, mass_after = built(question, built.project(phi[order]), mass=True)
-    torch.testing.assert_close(before, after)
-    torch.testing.assert_close(mass_before[:, order], mass_after)
+from mac_rag.nn.hierarchical import hierarchical
+from mac_rag.nn.memory_tokens import MemoryTokens
+from tests.nn.helpers import network, random, random_texts
 
 
 @settings(max_examples=25, deadline=None)
@@ -36,17 +29,6 @@ def test_a_hidden_document_has_no_influence(seen: list[bool]) -> None:
     removed, _ = built(question, built.project(phi[kept]))
     torch.testing.assert_close(masked, removed)
     assert mass[:, ~kept].eq(0).all()
-
-
-def test_each_question_of_a_batch_is_answered_for_itself() -> None:
-    built, question = network(), random_texts(4)
-    bank = built.project(random_texts(5, seed=1))
-    whole, mass = built(question, bank, mass=True)
-    for i in range(4):
-        one, one_mass = built(question[i : i + 1], bank, mass=True)
-        torch.testing.assert_close(whole[i : i + 1], one)
-        torch.testing.assert_close(mass[i : i + 1], one_mass)
-    torch.testing.assert_close(mass.sum(1), torch.ones(4, dtype=torch.float64))
 
 
 def test_the_document_prior_moves_attention_to_the_documents_that_it_prefers() -> None:
@@ -96,7 +78,6 @@ def test_what_the_prior_rules_out_is_skipped_and_missed_by_nobody(
 def test_the_prior_is_the_scaled_cosine_of_means() -> None:
     built, question, phi = network(), random_texts(2), random_texts(3, seed=1)
     prior = built.prior
-    assert prior is not None
     for b in range(2):
         for k in range(3):
             left, right = prior.query.weight @ question.tokens[b].mean(0), prior.key.weight @ phi.tokens[k].mean(0)
@@ -149,13 +130,7 @@ def test_selected_rows_are_a_bank_for_each_question(data: st.DataObject, prior: 
         expected, whole = built(question[b : b + 1], bank, mask=seen, mass=True)
         torch.testing.assert_close(found[b : b + 1], expected, rtol=1e-10, atol=1e-10)
         torch.testing.assert_close(mass[b : b + 1], whole[:, index[b]], rtol=1e-10, atol=1e-10)
-
-
-def test_all_rows_selected_is_the_whole_bank() -> None:
-    built, question = network(), random_texts(2)
-    bank = built.project(random_texts(5, seed=1))
-    everything = bank.select(torch.arange(5).expand(2, -1))
-    torch.testing.assert_close(built(question, everything)[0], built(question, bank)[0], rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(mass.sum(1), torch.ones(3, dtype=torch.float64))
 
 
 def test_a_bank_without_prior_keys_is_refused_while_the_prior_is_in_use() -> None:
@@ -171,13 +146,68 @@ def test_a_bank_without_prior_keys_is_refused_while_the_prior_is_in_use() -> Non
 
 
 def test_the_prior_is_sharper_where_banks_are_large_than_in_training() -> None:
-    torch.manual_seed(0)
-    sharp = AggregationNetwork(WIDTH, blocks=2, heads=2, head_width=8, prior_width=8, prior_sharpness=3.0).double()
-    plain = AggregationNetwork(WIDTH, blocks=2, heads=2, head_width=8, prior_width=8).double()
-    plain.load_state_dict(sharp.state_dict())
+    sharp, plain = network(prior_sharpness=3.0), network()
     question, phi = random_texts(2), random_texts(5, seed=1)
     torch.testing.assert_close(sharp.train()(question, sharp.project(phi))[0], plain(question, plain.project(phi))[0])
     with torch.no_grad():
         for block in plain.blocks:
             block.prior_scale.mul_(3.0)
     torch.testing.assert_close(sharp.eval()(question, sharp.project(phi))[0], plain(question, plain.project(phi))[0])
+
+
+CLOSE = {"rtol": 1e-10, "atol": 1e-10}
+
+
+def literal(built: AggregationNetwork, question: MemoryTokens, bank: MemoryTokens, subgroup: int) -> Tensor:
+    """Algorithm 3 for one question: the loop of the paper over a bank."""
+    phi = bank.tokens
+    scores = torch.zeros(len(phi), dtype=phi.dtype)
+    if built.prior is not None and built.use_prior:
+        scores = built.prior_scores(question, built.project(bank))[0]
+    first = True
+    while first or len(phi) > 1:
+        first = False
+        new, new_scores = [], []
+        for start in range(0, len(phi), subgroup):
+            group = slice(start, start + subgroup)
+            projected = built.project(MemoryTokens(phi[group]))
+            new.append(built(question, projected, scores=scores[group][None], attention=direct_attention)[0][0])
+            new_scores.append(scores[group].logsumexp(0))
+        phi, scores = torch.stack(new), torch.stack(new_scores)
+    return phi[0]
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    documents=st.integers(1, 30),
+    questions=st.integers(1, 3),
+    subgroup=st.integers(2, 9),
+    prior=st.sampled_from(["none", "used", "left out"]),
+    numbers=st.sampled_from([1, 3000, 1 << 24]),
+    rows=st.sampled_from([1, 5, 100]),
+    selected=st.sampled_from(["all", "the same", "each its own"]),
+)
+def test_hierarchical_aggregation_is_the_loop_of_algorithm_3(
+    documents: int, questions: int, subgroup: int, prior: str, numbers: int, rows: int, selected: str
+) -> None:
+    built = network(0 if prior == "none" else 8, chunk_rows=rows)
+    built.use_prior = prior == "used"
+    question, phi = random_texts(questions), random_texts(documents, seed=1)
+    bank, banks = built.project(phi), [phi] * questions
+    if selected != "all":
+        runs = questions if selected == "each its own" else 1
+        index = torch.stack([torch.randperm(documents)[: 1 + documents // 2] for _ in range(runs)])
+        bank, banks = bank.select(index), [phi[order] for order in index.expand(questions, -1)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(attention._LOGITS, "cpu", numbers)
+        found = hierarchical(built, question, bank, subgroup, budget=numbers)
+    for b in range(questions):
+        expected = literal(built, question[b : b + 1], banks[b], subgroup)
+        torch.testing.assert_close(found[b], expected, **CLOSE)
+
+
+def test_groups_that_never_become_fewer_are_refused() -> None:
+    built, question = network(), random_texts(1)
+    bank = built.project(random_texts(3, seed=1))
+    with pytest.raises(ConfigError, match="at least 2"):
+        hierarchical(built, question, bank, 1)

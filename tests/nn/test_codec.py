@@ -1,4 +1,4 @@
-"""The codec of keys and values: against the plain quantizer, brute force, and numerical integration."""
+"""The codec of keys and values, and k-means: against the plain quantizer, brute force, and numerical integration."""
 
 from __future__ import annotations
 
@@ -7,12 +7,13 @@ import math
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
 from mac_rag.errors import ConfigError
 from mac_rag.nn.codec import QUANTIZERS, KVCodec, quantized, shared_bits
+from mac_rag.nn.product_quantizer import k_means, nearest_codes
 
 SHAPE = {"layers": 4, "kv_heads": 2, "head_width": 3, "group": 2}
 NUMBERS = 4 * 2 * 2 * 3  # of a token
@@ -116,15 +117,6 @@ class TestCodes:
         assert errors[0] < 0.8 * 1.0
         assert errors[-1] < 1e-3
 
-    def test_bits_by_eigenvalue_lose_less_than_the_first_components_with_8_bits_each(self, codec: KVCodec) -> None:
-        """The control: truncation to as many bytes."""
-        numbers = keys_values(500, seed=3)
-        rate = 8
-        centred = (codec._grouped(numbers) - codec.mean[:, None]) / codec.scale[:, None]
-        lost = torch.cat([codec.eigenvalues.flatten()]).sort(descending=True).values[rate:].sum() / NUMBERS
-        assert error(codec, numbers, rate) < 0.5 * float(lost)
-        assert float(centred.square().mean()) == pytest.approx(1, rel=0.2)
-
     def test_the_gradient_passes_where_there_are_bits_and_nowhere_else(self, codec: KVCodec) -> None:
         numbers = keys_values(5, seed=4).requires_grad_()
         wanted = torch.randn(numbers.shape, generator=torch.Generator().manual_seed(5))
@@ -174,3 +166,49 @@ class TestFit:
     def test_one_token_is_too_few(self) -> None:
         with pytest.raises(ConfigError, match="1 tokens"):
             KVCodec(**SHAPE).fit([keys_values(1)])
+
+
+VECTOR = 8
+
+
+def random(seed: int, *shape: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def distortion(vectors: Tensor, codebook: Tensor) -> float:
+    return float(torch.cdist(vectors, codebook).min(1).values.square().mean())
+
+
+@settings(max_examples=30, deadline=None)
+@given(vectors=st.integers(1, 20), codes=st.integers(1, 20), seed=st.integers(0, 1000))
+def test_the_nearest_codes_are_those_of_brute_force(vectors: int, codes: int, seed: int) -> None:
+    some, codebook = random(seed, vectors, VECTOR), random(seed + 1, codes, VECTOR)
+    nearest, squared = nearest_codes(some, codebook)
+    distances = (some.double()[:, None] - codebook.double()).norm(dim=-1)
+    chosen = distances.gather(1, nearest[:, None])[:, 0]
+    torch.testing.assert_close(chosen, distances.min(1).values)
+    torch.testing.assert_close(squared.double(), chosen.square(), atol=1e-4, rtol=1e-4)
+
+
+def test_clusters_are_found() -> None:
+    centres = 100 * random(0, 5, VECTOR)
+    vectors = centres[torch.arange(60) % 5] + 0.01 * random(1, 60, VECTOR)
+    best = min((k_means(vectors, 5, seed=seed) for seed in range(8)), key=lambda found: distortion(vectors, found))
+    assert torch.cdist(centres, best).min(1).values.max() < 0.1
+
+
+def test_every_code_is_the_mean_of_the_vectors_nearest_to_it() -> None:
+    vectors = random(0, 120, VECTOR)
+    codebook = k_means(vectors, 12, iterations=100)
+    nearest = torch.cdist(vectors, codebook).argmin(1)
+    for code in range(12):
+        torch.testing.assert_close(codebook[code], vectors[nearest == code].mean(0))
+    assert distortion(vectors, codebook) < distortion(vectors, k_means(vectors, 12, iterations=1))
+    assert torch.equal(codebook, k_means(vectors, 12, iterations=100))
+    assert not torch.equal(codebook, k_means(vectors, 12, iterations=100, seed=1))
+
+
+def test_codes_without_vectors_are_put_to_use() -> None:
+    """Even where most vectors are equal, so that most codes start at the same place."""
+    vectors = torch.cat([torch.zeros(150, VECTOR), random(0, 12, VECTOR)])
+    assert distortion(vectors, k_means(vectors, 13)) < 1e-6

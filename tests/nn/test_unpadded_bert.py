@@ -16,15 +16,9 @@ from mac_rag.nn.cpu_linear import PackedLinear
 from mac_rag.nn.unpadded_bert import UnpaddedBert, forget, last_states, last_states_without_gradients, unpadded
 
 SIZES: dict[str, Any] = {
-    "vocab_size": 50,
-    "hidden_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "intermediate_size": 64,
-    "max_position_embeddings": 40,
-    "hidden_dropout_prob": 0.0,
-    "attention_probs_dropout_prob": 0.0,
-}
+    "vocab_size": 50, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64,
+    "max_position_embeddings": 40, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0,
+}  # fmt: skip
 BATCHES = st.lists(st.lists(st.integers(1, 49), min_size=1, max_size=40), min_size=1, max_size=6)
 
 

@@ -10,10 +10,21 @@ from typing import Any
 import typer
 from typer.testing import CliRunner, Result
 
+from pipelines.tasks.tune_qa import TuneConfig
+
 TRAINER = {
     "steps": 4, "batch_size": 3, "learning_rate": 1e-3, "validate_every": 2, "save_every": 2, "log_every": 1,
     "cpu": True,
 }  # fmt: skip
+
+
+DATA = {"name": "newswire", "documents": 40, "validation_documents": 6}
+
+
+def tune_recipe(lm: Path | str, **values: Any) -> TuneConfig:
+    """A short tuning of an LM on newswire, with two retrieved documents in front of the questions."""
+    base = {"base_lm": {"name": str(lm)}, "data": DATA, "context": {"retriever": "bm25", "k": [2]}, "trainer": TRAINER}
+    return TuneConfig.parse({**base, **values}, "test")
 
 
 def metrics(output: Path) -> list[dict[str, Any]]:

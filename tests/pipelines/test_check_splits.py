@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from mac_rag.data import squad
 from mac_rag.errors import ConfigError, DataError
 from pipelines.corpora.qa_data import DataConfig
 from tests.pipelines.helpers import command
@@ -21,8 +22,6 @@ PARAGRAPH = (
 
 def squad_folder(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Two articles in SQuAD's layout, and splits of one article each."""
-    from mac_rag.data import squad
-
     articles = []
     for number in range(2):
         qas = [
@@ -69,18 +68,10 @@ def test_test_data_in_training_is_found(tmp_path: Path, monkeypatch: pytest.Monk
 
 def test_generated_news_is_held_against_its_own_held_out_stream() -> None:
     """A split of a generated data set is generated, too, and held against what is trained on."""
-    found = command("pipelines.check_splits", "mac-tiny/train", "--set", "data.documents=50")
+    options = ("mac-tiny/train", "--set", "data.documents=50")
+    found = command("pipelines.check_splits", *options)
     assert found.exit_code == 0
     assert "newswire, train shares with test: 0 of 1,665 documents" in found.stdout
-    found = command(
-        "pipelines.check_splits",
-        "mac-tiny/train",
-        "--set",
-        "data.documents=50",
-        "--set",
-        "data.seed=0",
-        "--split",
-        "train",
-    )
+    found = command("pipelines.check_splits", *options, "--set", "data.seed=0", "--split", "train")
     assert "shares with train: 0 of 1,665 documents, 50 of " in found.stdout
     assert found.exit_code == 1

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,10 +13,10 @@ from mac_rag.lm.chat import prompt_encoder
 from mac_rag.model import MACModel
 from pipelines.objective import LossWeights, mac_loss
 from pipelines.tasks.train import TrainTask
+from tests.helpers import Folder
 from tests.pipelines.test_objective import BATCH
 from tests.pipelines.test_pipelines import train_recipe
 
-Folder = Callable[[str], Path]
 UNKNOWN = "I don't know"
 ANSWER = LossWeights()
 

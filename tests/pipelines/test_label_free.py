@@ -3,25 +3,21 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from mac_rag.data import load_dataset
 from mac_rag.data.newswire.generate import generate
 from mac_rag.errors import DataError
-from mac_rag.model import MACModel
 from pipelines.corpora.qa_data import DataConfig
 from pipelines.objective import LossWeights
 from pipelines.tasks.train import TrainTask
-from pipelines.trainer import Trainer
+from tests.helpers import Folder
 from tests.pipelines.helpers import TRAINER, metrics
-from tests.pipelines.test_pipelines import stopping_at, train_recipe
+from tests.pipelines.test_pipelines import resumed_and_whole, train_recipe
 
-Folder = Callable[[str], Path]
 PURE = {"answer": 0, "distillation": 1, "aggregated_distillation": 0.5, "contrastive": 0.3}
 
 
@@ -76,17 +72,11 @@ def test_impossible_questions_are_left_out_as_ever(tmp_path: Path) -> None:
 
 def test_a_training_without_answers_goes_through_and_resumes_exactly(model_folder: Folder, tmp_path: Path) -> None:
     config = recipe(model_folder, write(tmp_path, answered=False))
-    Trainer(TrainTask(config), config.trainer, tmp_path / "whole").run()
-    with pytest.raises(KeyboardInterrupt):
-        Trainer(stopping_at(TrainTask(config), 3), config.trainer, tmp_path / "stopped").run()
-    Trainer(TrainTask(config), config.trainer, tmp_path / "stopped").run()
-    lines = metrics(tmp_path / "stopped")
-    assert lines == metrics(tmp_path / "whole")
-    validated = [line for line in lines if line["kind"] == "val"][-1]
+    stopped, whole = resumed_and_whole(config, tmp_path)
+    assert stopped.fingerprint == whole.fingerprint
+    validated = [line for line in metrics(tmp_path / "stopped") if line["kind"] == "val"][-1]
     assert {"loss", "distillation_loss", "aggregated_distillation_loss", "contrastive_loss"} <= validated.keys()
     assert not {"em", "f1"} & validated.keys()
-    models = [MACModel.from_pretrained(tmp_path / name / "last", device="cpu") for name in ("whole", "stopped")]
-    assert models[0].fingerprint == models[1].fingerprint
 
 
 @pytest.mark.parametrize(
@@ -114,13 +104,6 @@ def test_losses_without_answers_train_their_networks(
     assert "base_lm" not in reached
 
 
-def test_figures_are_those_of_questions_with_answers(model_folder: Folder, tmp_path: Path) -> None:
-    config = recipe(model_folder, write(tmp_path, answered=True))
-    with torch.no_grad():
-        figures = TrainTask(config).validate()
-    assert {"em", "f1", "em_retrieved", "f1_retrieved", "loss"} <= figures.keys()
-
-
 def test_losses_that_need_answers_ask_for_them_at_the_start(model_folder: Folder, tmp_path: Path) -> None:
     path = write(tmp_path, answered=False)
     for values in (
@@ -130,6 +113,8 @@ def test_losses_that_need_answers_ask_for_them_at_the_start(model_folder: Folder
     ):
         with pytest.raises(DataError, match="field 'answers': it is missing or empty"):
             TrainTask(recipe(model_folder, path, **values))
+    with pytest.raises(DataError, match="field 'answers'"):
+        DataConfig.parse({"name": "own", "path": str(path), "train": "all"}, "test").training_set()
     assert not LossWeights.parse({**PURE, "reconstruction": 1}, "test").need_answers
 
 
@@ -147,12 +132,6 @@ def test_a_question_that_leaves_no_room_for_an_answer(model_folder: Folder, tmp_
     (tmp_path / "mine.jsonl").write_text(json.dumps(row) + "\n")
     with pytest.raises(DataError, match="question 'long'"):
         TrainTask(recipe(model_folder, tmp_path / "mine.jsonl"))
-
-
-def test_other_tasks_ask_for_answers(tmp_path: Path) -> None:
-    source = {"name": "own", "path": str(write(tmp_path, answered=False)), "train": "all"}
-    with pytest.raises(DataError, match="field 'answers'"):
-        DataConfig.parse(source, "test").training_set()
 
 
 def test_processes_that_train_in_parts_need_answers(model_folder: Folder, tmp_path: Path) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import json
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +13,10 @@ from mac_rag.errors import DataError, DocumentError
 from mac_rag.lm.prompt import PromptEncoder
 from mac_rag.model import MACModel
 from pipelines.corpora.long_documents import divided, within_limits, within_sequences
-from pipelines.corpora.qa_data import DataConfig
 from pipelines.tasks.train import TrainTask
+from pipelines.tasks.train_config import TrainConfig
+from tests.helpers import Folder
 from tests.pipelines.test_pipelines import train_recipe
-
-Folder = Callable[[str], Path]
 
 
 def data_set(text: str, *questions: Question, **more: str) -> QADataset:
@@ -60,14 +59,7 @@ def test_chunks_keep_order_metadata_and_ids_of_their_own() -> None:
     assert result.documents[3:] == data.documents[1:]
 
 
-def test_data_within_the_limits_are_left_as_they_are(loaded_tiny_model: MACModel) -> None:
-    data = data_set("A short text.", Question("q", "Who?", ("text",), "long"))
-    assert within_limits(data, loaded_tiny_model) is data
-
-
-def test_a_chunk_is_what_the_model_reads_at_once(
-    loaded_tiny_model: MACModel, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_chunk_is_what_a_model_reads_at_once(loaded_tiny_model: MACModel, capsys: pytest.CaptureFixture[str]) -> None:
     encoder = loaded_tiny_model.amortization
     text = " ".join(f"Sentence {i} tells of town {i}." for i in range(400))
     data = data_set(text, Question("q", "What tells of town 399?", ("399",), "long"), other="Short.")
@@ -99,9 +91,7 @@ def test_what_the_lm_writes_fits_into_its_window(tiny_model: MACModel, monkeypat
     assert max(lengths) <= window < len(prompts.prompt_start([text]))
     assert len(lengths) < 2 * sum(lengths) / window + 1
     data = data_set(text, Question("q", "What?", ("a long answer " * 40,), "long"))
-    with pytest.raises(
-        DataError, match=f"question 'q' takes [0-9]+ tokens with its answer, and the LM reads {window} at"
-    ):
+    with pytest.raises(DataError, match=rf"question 'q' takes \d+ tokens with its answer, and the LM reads {window}"):
         within_limits(data, tiny_model)
 
 
@@ -119,25 +109,17 @@ def test_a_document_fits_into_a_sequence_with_its_questions(loaded_tiny_model: M
     assert within_sequences(data_set(text, *questions), encoder, 4_000).documents[0].text == text
 
 
-def test_a_training_on_long_documents_starts_and_validates(
-    model_folder: Folder, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_training_on_long_documents_starts_and_validates(model_folder: Folder, tmp_path: Path) -> None:
     """They failed in the batch that drew them, and in every validation."""
-    kept = DataConfig.training_set, DataConfig.validation_set
-
-    def longer(data: QADataset) -> QADataset:
-        return QADataset(
-            data.name,
-            data.split,
-            tuple(Document(each.id, f"{each.text} " * 12, each.metadata) for each in data.documents),
-            data.questions,
-        )
-
-    monkeypatch.setattr(DataConfig, "training_set", lambda self, **_: longer(kept[0](self)))
-    monkeypatch.setattr(DataConfig, "validation_set", lambda self, **_: longer(kept[1](self)))
-    recipe: dict[str, Any] = train_recipe(model_folder).model_dump(mode="json")
+    rows = [
+        {"document": f"Rain fell on town {i}. " * 60, "question": f"What fell on town {i}?", "answers": "Rain"}
+        for i in range(9)
+    ]
+    (tmp_path / "mine.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    source = {"name": "own", "path": str(tmp_path / "mine.jsonl"), "train": "all", "val": "all"}
+    recipe: dict[str, Any] = train_recipe(model_folder, data=source).model_dump(mode="json")
     recipe["model"]["max_document_tokens"] = 256
-    task = TrainTask(type(train_recipe(model_folder)).parse(recipe, "test"))
+    task = TrainTask(TrainConfig.parse(recipe, "test"))
     batch = task.batch(0, 0, 3)
     assert len(task(batch)) > 1
     assert task.validate()["loss"] > 0

@@ -26,7 +26,7 @@ def lm(tmp_path: Path) -> Path:
     return folder
 
 
-def test_sizes_follow_from_the_lm(lm: Path) -> None:
+def test_sizes_and_prompts_follow_from_the_lm(lm: Path, tmp_path: Path) -> None:
     config = around(BaseLMConfig(name=str(lm), dtype="fp16"))
     sized = sized_for(str(lm), width=64, layers=2)
     assert config.base_lm == BaseLMConfig(name=str(lm), dtype="fp16")
@@ -34,13 +34,7 @@ def test_sizes_follow_from_the_lm(lm: Path) -> None:
     assert config.prompt.chat
     kept = {"base_lm", "amortization", "input_encoder", "prompt"}
     assert config.model_dump(exclude=kept) == sized.model_dump(exclude=kept)
-
-
-def test_an_lm_without_a_chat_template_gets_plain_prompts(tmp_path: Path) -> None:
-    assert not around(BaseLMConfig(name=str(save_llama(tmp_path / "lm")))).prompt.chat
-
-
-def test_a_long_window_is_cut(lm: Path) -> None:
+    assert not around(BaseLMConfig(name=str(save_llama(tmp_path / "without a template")))).prompt.chat
     file = lm / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"max_position_embeddings": 131_072}))
     assert around(BaseLMConfig(name=str(lm))).context_window == 8192

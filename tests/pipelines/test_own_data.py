@@ -19,12 +19,12 @@ from mac_rag.errors import DataError
 from mac_rag.model import MACModel
 from pipelines.corpora.qa_data import DataConfig
 from pipelines.tasks.train import TrainTask
-from pipelines.tasks.tune_qa import TuneConfig, TuneTask
+from pipelines.tasks.tune_qa import TuneTask
 from pipelines.trainer import Trainer
-from tests.pipelines.helpers import TRAINER, command
+from tests.helpers import Folder
+from tests.pipelines.helpers import command, tune_recipe
 from tests.pipelines.test_pipelines import train_recipe
 
-Folder = Callable[[str], Path]
 Weights = dict[str, torch.Tensor]
 
 
@@ -87,16 +87,8 @@ def trained(model_folder: Folder, source: dict[str, Any], output: Path) -> Weigh
 
 
 def tuned(model_folder: Folder, source: dict[str, Any], output: Path) -> Weights:
-    recipe = TuneConfig.parse(
-        {
-            "base_lm": {"name": str(model_folder("llama"))},
-            "data": {**source, "validation_documents": 4},
-            "context": {"retriever": "bm25", "k": [2], "rate": 0.5},
-            "sequence_length": 512,
-            "trainer": TRAINER,
-        },
-        "test",
-    )
+    data, context = {**source, "validation_documents": 4}, {"retriever": "bm25", "k": [2], "rate": 0.5}
+    recipe = tune_recipe(model_folder("llama"), data=data, context=context, sequence_length=512)
     Trainer(TuneTask(recipe), recipe.trainer, output).run()
     return dict(AutoModelForCausalLM.from_pretrained(output / "last").state_dict())
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +19,10 @@ from pipelines.objective import Batch, mac_loss
 from pipelines.recipe import load_recipe
 from pipelines.tasks.train import TrainTask, excerpt
 from pipelines.tasks.train_config import TrainConfig
-from pipelines.tasks.tune_qa import TuneConfig, TuneTask
+from pipelines.tasks.tune_qa import TuneTask
 from pipelines.trainer import Task, Trainer
-from tests.pipelines.helpers import TRAINER, command, metrics
-
-Folder = Callable[[str], Path]
-DATA = {"name": "newswire", "documents": 40, "validation_documents": 6}
+from tests.helpers import Folder
+from tests.pipelines.helpers import DATA, TRAINER, command, metrics, tune_recipe
 
 
 def train_recipe(model_folder: Folder, **values: Any) -> TrainConfig:
@@ -193,17 +190,8 @@ def test_the_lm_and_mac_are_learned_jointly(model_folder: Folder, tmp_path: Path
 
 @pytest.mark.parametrize("tune", ["full", "lora"])
 def test_a_tuned_lm_is_an_ordinary_model_folder(model_folder: Folder, tmp_path: Path, tune: str) -> None:
-    recipe = TuneConfig.parse(
-        {
-            "base_lm": {"name": str(model_folder("gpt2"))},
-            "data": DATA,
-            "context": {"retriever": "bm25", "k": [2], "rate": 0.9},
-            "tune": tune,
-            "questions_per_context": 3,
-            "trainer": TRAINER,
-        },
-        "test",
-    )
+    context = {"retriever": "bm25", "k": [2], "rate": 0.9}
+    recipe = tune_recipe(model_folder("gpt2"), context=context, tune=tune, questions_per_context=3)
     figures = Trainer(TuneTask(recipe), recipe.trainer, tmp_path).run()
     assert figures.keys() == {f"{name}{place}" for name in ("em", "f1") for place in ("_closed", "_retrieved_2", "")}
     lm = AutoModelForCausalLM.from_pretrained(tmp_path / "best")
@@ -212,18 +200,7 @@ def test_a_tuned_lm_is_an_ordinary_model_folder(model_folder: Folder, tmp_path: 
 
 
 def test_questions_tuned_on_stand_behind_the_documents_that_answer_them(model_folder: Folder) -> None:
-    recipe = TuneConfig.parse(
-        {
-            "base_lm": {"name": str(model_folder("gpt2"))},
-            "data": DATA,
-            "context": {"retriever": "bm25", "k": [2]},
-            "questions_per_context": 2,
-            "sequence_length": 2000,
-            "trainer": TRAINER,
-        },
-        "test",
-    )
-    task = TuneTask(recipe)
+    task = TuneTask(tune_recipe(model_folder("gpt2"), questions_per_context=2, sequence_length=2000))
     for ids, labels, *_ in task.batch(0, 0, 3):
         text = task.encoder.tokenizer.decode(ids)
         answers = task.encoder.tokenizer.decode([token for token in labels if token != -100])
@@ -232,20 +209,32 @@ def test_questions_tuned_on_stand_behind_the_documents_that_answer_them(model_fo
             assert answer.strip() in text.split("Question:")[0]
 
 
+def test_tuning_reads_conversations_and_learns_answers_with_their_ends(model_folder: Folder) -> None:
+    task = TuneTask(
+        tune_recipe(
+            model_folder("instruct"),
+            prompt={"chat": True, "system": "Answer in a few words."},
+            context={"retriever": "bm25", "k": [1]},
+            questions_per_context=2,
+            sequence_length=1024,
+        )
+    )
+    for sequence in task.batch(0, 0, 2):
+        assert sequence.labels[-1] != -100
+        learned = task.encoder.tokenizer.decode([label for label in sequence.labels if label != -100])
+        text = task.encoder.tokenizer.decode(sequence.ids)
+        assert text.startswith("<|im_start|>system\nAnswer in a few words.<|im_end|>\n<|im_start|>user\n")
+        assert learned.count("<|im_end|>") == text.count("<|im_start|>assistant\n") == 2
+        assert learned.endswith("<|im_end|>")
+        assert "<|im_start|>" not in learned
+    assert set(task.validate()) >= {"em", "f1"}
+
+
 @pytest.mark.parametrize("gold_rate", [0.0, 1.0])
 def test_an_lm_learns_to_abstain_where_nothing_in_front_answers(model_folder: Folder, gold_rate: float) -> None:
-    recipe = TuneConfig.parse(
-        {
-            "base_lm": {"name": str(model_folder("gpt2"))},
-            "prompt": {"abstention": "I don't know"},
-            "data": DATA,
-            "context": {"retriever": "bm25", "k": [2], "rate": 0.5, "gold_rate": gold_rate},
-            "sequence_length": 2000,
-            "trainer": TRAINER,
-        },
-        "test",
-    )
-    task = TuneTask(recipe)
+    context = {"retriever": "bm25", "k": [2], "rate": 0.5, "gold_rate": gold_rate}
+    prompt = {"abstention": "I don't know"}
+    task = TuneTask(tune_recipe(model_folder("gpt2"), prompt=prompt, context=context, sequence_length=2000))
     abstained = set()
     for step in range(6):
         for ids, labels, *_ in task.batch(step, 0, 3):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+import shutil
 import subprocess
 import sys
 import tarfile
@@ -75,20 +76,9 @@ def row(name: str, paragraph_id: str) -> str:
     return f"{name},Question {name}?,Answer {name},org,12,{paragraph_id},0,0,wiki"
 
 
-def test_questions_are_paired_and_split_by_year(
-    tmp_path: Path, corpus: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    asked = [
-        row("val_0", "500_0"),
-        row("val_1", "100_1"),
-        row("val_2", "200_0"),
-        row("val_3", "300_2"),
-        row("val_4", "400_0"),
-        row("val_5", "100_1"),
-        row("val_6", "999_0"),
-        row("val_7", "400_7"),
-        row("val_8", "300_1"),
-    ]
+def test_questions_paired_and_split_by_year(tmp_path: Path, corpus: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    paragraphs = "500_0 100_1 200_0 300_2 400_0 100_1 999_0 400_7 300_1".split()
+    asked = [row(f"val_{number}", paragraph) for number, paragraph in enumerate(paragraphs)]
     prepare([questions(tmp_path, *asked)], corpus, tmp_path / "out")
     expected = {
         "qa_lt": [("100_1", "Mr. Paik fled to Hong Kong.", "1988-02-09", ["val_1", "val_5"])],
@@ -99,14 +89,9 @@ def test_questions_are_paired_and_split_by_year(
     }
     for split, documents in expected.items():
         dataset = load_dataset("archivalqa", split, tmp_path / "out")
-        by_document = dataset.questions_by_document()
+        asked_of = dataset.questions_by_document()
         assert documents == [
-            (
-                document.id,
-                document.text,
-                document.metadata["date"],
-                [question.id for question in by_document[document.id]],
-            )
+            (document.id, document.text, document.metadata["date"], [question.id for question in asked_of[document.id]])
             for document in dataset.documents
         ]
         assert all(question.answers == (f"Answer {question.id}",) for question in dataset.questions)
@@ -122,12 +107,7 @@ def test_a_row_holds_all_paragraphs_of_its_article(tmp_path: Path, corpus: Path)
         (written,) = csv.DictReader(stream)
     assert written["text"] == '["One.", "", "Three is here."]'
     assert written["ans_text"] == "One.\n\nThree is here."
-    assert (written["doc_id"], written["para_num"], written["title"], written["year"]) == (
-        "300",
-        "2",
-        "Title 300",
-        "2001",
-    )
+    assert [written[name] for name in ("doc_id", "para_num", "title", "year")] == ["300", "2", "Title 300", "2001"]
 
 
 def test_questions_need_only_three_columns(tmp_path: Path, corpus: Path) -> None:
@@ -144,9 +124,6 @@ def test_the_corpus_is_read_no_further_than_needed(tmp_path: Path, corpus: Path)
     (corpus / "data/2007/02/09/0000501.xml").write_text("<broken")
     asked = read_questions([questions(tmp_path, row("val_1", "100_1"))])
     assert set(find_articles(corpus, asked)) == {"100"}
-
-
-def test_every_year_of_the_corpus_belongs_to_one_split() -> None:
     assert sorted(year for years in YEARS.values() for year in years) == list(range(1987, 2008))
 
 
@@ -163,27 +140,17 @@ def test_an_article_without_a_date_of_the_corpus_is_left_out(tmp_path: Path, dat
     assert not (tmp_path / "out").exists()
 
 
-def test_no_match_at_all_is_an_error(tmp_path: Path, corpus: Path) -> None:
-    with pytest.raises(DataError, match=r"none of the 1 questions matches .*: 1 whose article is not in the corpus"):
-        prepare([questions(tmp_path, row("val_0", "999_0"))], corpus, tmp_path / "out")
-
-
-@pytest.mark.parametrize("column", ["question", "answer", "para_id"])
-def test_a_missing_column_is_named(tmp_path: Path, column: str) -> None:
-    file = tmp_path / "questions.csv"
-    file.write_text(",".join(name for name in ("question", "answer", "para_id") if name != column) + "\n")
-    with pytest.raises(DataError, match=f"questions.csv: missing column '{column}'"):
-        read_questions([file])
-
-
-@pytest.mark.parametrize("paragraph_id", ["1839755", "1839755_x", "_3", "1839755_-1", f"1_{'9' * 5000}"])
-def test_a_paragraph_id_of_another_form_is_named(tmp_path: Path, paragraph_id: str) -> None:
-    file = questions(tmp_path, row("val_0", "1_0"), row("val_1", paragraph_id))
-    with pytest.raises(DataError, match=r"row 2 \(line 3\), column 'para_id': .* is not <doc_id>_<paragraph number>"):
-        read_questions([file])
-
-
-def test_a_question_file_given_twice_is_refused(tmp_path: Path) -> None:
+def test_questions_that_cannot_be_read_are_named(tmp_path: Path) -> None:
+    columns = ("question", "answer", "para_id")
+    for column in columns:
+        (tmp_path / "mine.csv").write_text(",".join(name for name in columns if name != column) + "\n")
+        with pytest.raises(DataError, match=f"mine.csv: missing column '{column}'"):
+            read_questions([tmp_path / "mine.csv"])
+    for paragraph_id in ("1839755", "1839755_x", "_3", "1839755_-1", f"1_{'9' * 5000}"):
+        file = questions(tmp_path, row("val_0", "1_0"), row("val_1", paragraph_id))
+        reason = r"row 2 \(line 3\), column 'para_id': .* is not <doc_id>_<paragraph number>"
+        with pytest.raises(DataError, match=reason):
+            read_questions([file])
     file = questions(tmp_path, row("val_0", "1_0"))
     with pytest.raises(DataError, match=r"row 1 .*, column 'id': 'val_0' is the id of another question"):
         read_questions([file, file])
@@ -223,7 +190,10 @@ def test_a_truncated_archive_is_refused_by_name(tmp_path: Path) -> None:
             list(read_articles(tmp_path))
 
 
-def test_a_folder_without_a_corpus_is_refused(tmp_path: Path) -> None:
+def test_folders_without_a_corpus_or_a_match_are_refused(tmp_path: Path, corpus: Path) -> None:
+    with pytest.raises(DataError, match=r"none of the 1 questions matches .*: 1 whose article is not in the corpus"):
+        prepare([questions(tmp_path, row("val_0", "999_0"))], corpus, tmp_path / "out")
+    shutil.rmtree(corpus)
     with pytest.raises(DataError, match=r"holds no \.xml file"):
         list(read_articles(tmp_path))
     with pytest.raises(DataError, match="is not a folder"):

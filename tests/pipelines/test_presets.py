@@ -17,12 +17,15 @@ from pipelines.tasks.tune_qa import TuneConfig
 from tests.pipelines.helpers import TRAINER
 
 
-def model_of(folder: Path, values: dict[str, Any], *overrides: str) -> MACConfig:
+def loaded(kind: Any, folder: Path, values: dict[str, Any], *overrides: str) -> Any:
+    """A recipe of a kind that was written to a folder."""
     path = folder / "recipe.yaml"
     path.write_text(yaml.safe_dump({**values, "trainer": TRAINER}))
-    model = load_recipe(TrainConfig, str(path), list(overrides)).model
-    assert model is not None
-    return model
+    return load_recipe(kind, str(path), list(overrides))
+
+
+def model_of(folder: Path, values: dict[str, Any], *overrides: str) -> MACConfig:
+    return loaded(TrainConfig, folder, values, *overrides).model
 
 
 @pytest.mark.parametrize("name", PRESETS)
@@ -43,6 +46,7 @@ def test_the_name_of_an_lm_keeps_everything_else_of_a_preset(
     expected = preset(name).model_dump()
     expected["base_lm"]["name"] = "runs/tuned"
     assert model.model_dump() == expected
+    assert model_of(tmp_path, {"preset": name}) == preset(name)
 
 
 def test_nested_values_change_alone(tmp_path: Path) -> None:
@@ -53,10 +57,6 @@ def test_nested_values_change_alone(tmp_path: Path) -> None:
     assert (model.base_lm.dtype, model.base_lm.quantization) == ("bf16", "none")
     assert model.amortization == whole.amortization
     assert preset("llama2-7b") == whole  # not changed in place
-
-
-def test_a_preset_alone_is_its_model(tmp_path: Path) -> None:
-    assert model_of(tmp_path, {"preset": "gpt2-xl"}) == preset("gpt2-xl")
 
 
 @pytest.mark.parametrize(
@@ -84,19 +84,15 @@ class TestTuning:
     """Of a preset its LM is tuned, in its dtype."""
 
     def base_lm(self, folder: Path, values: dict[str, Any], *overrides: str) -> BaseLMConfig:
-        path = folder / "recipe.yaml"
-        path.write_text(yaml.safe_dump({**values, "trainer": TRAINER}))
-        return load_recipe(TuneConfig, str(path), list(overrides)).base_lm
+        return loaded(TuneConfig, folder, values, *overrides).base_lm
 
     @pytest.mark.parametrize("name", PRESETS)
-    def test_the_lm_of_a_preset_is_tuned_unquantised(self, tmp_path: Path, name: str) -> None:
+    def test_the_lm_of_a_preset_is_tuned_unquantised_unless_somebody_asks(self, tmp_path: Path, name: str) -> None:
         whole = preset(name).base_lm
         assert self.base_lm(tmp_path, {"preset": name}) == whole.model_copy(update={"quantization": "none"})
         tuned = self.base_lm(tmp_path, {"preset": name, "base_lm": {"name": "runs/tuned"}})
         assert tuned == whole.model_copy(update={"name": "runs/tuned", "quantization": "none"})
-
-    def test_a_quantisation_that_somebody_asks_for_is_not_dropped(self, tmp_path: Path) -> None:
-        asked = self.base_lm(tmp_path, {"preset": "qwen3-4b"}, "base_lm.quantization=int8")
+        asked = self.base_lm(tmp_path, {"preset": name}, "base_lm.quantization=int8")
         assert asked.quantization == "int8"  # loading says that it cannot be trained
 
     @pytest.mark.parametrize(

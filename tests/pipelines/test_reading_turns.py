@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
 
@@ -11,19 +9,17 @@ from mac_rag.data.types import QADataset
 from mac_rag.errors import ConfigError
 from pipelines.corpora.qa_data import DataConfig
 from pipelines.tasks.train import TrainTask
-from pipelines.tasks.tune_qa import TuneConfig, TuneTask
-from tests.pipelines.helpers import TRAINER
-from tests.pipelines.test_pipelines import DATA, Folder, resumed_and_whole, train_recipe
+from pipelines.tasks.tune_qa import TuneTask
+from tests.helpers import Folder
+from tests.pipelines.helpers import TRAINER, tune_recipe
+from tests.pipelines.test_pipelines import train_recipe
 
 READING = {"context": {"retriever": "bm25", "k": [2]}}
 
 
 def test_they_train_the_lm_as_tuning_it_does(model_folder: Folder) -> None:
     task = TrainTask(train_recipe(model_folder, reading=READING, tune_base_lm="full"))
-    lm = {"name": str(model_folder("llama"))}
-    tuned = TuneTask(
-        TuneConfig.parse({"base_lm": lm, "data": DATA, "context": READING["context"], "trainer": TRAINER}, "test")
-    )
+    tuned = TuneTask(tune_recipe(model_folder("llama")))
     assert [isinstance(task.batch(step, 0, 2), list) for step in range(6)] == [False, False, True] * 2
     for step in (2, 5):
         read, batch = task.batch(step, 0, 2), tuned.batch(step // 3, 0, 4)
@@ -47,15 +43,6 @@ def test_their_task_reads_no_data_to_validate_on(model_folder: Folder, monkeypat
     monkeypatch.setattr(DataConfig, "validation_set", counted)
     TrainTask(train_recipe(model_folder, reading=READING, tune_base_lm="full"))
     assert read == ["val"]
-
-
-def test_a_stopped_training_goes_on_to_the_same_weights(model_folder: Folder, tmp_path: Path) -> None:
-    trainer = {**TRAINER, "average_from": 0.25}
-    recipe = train_recipe(model_folder, reading=READING, tune_base_lm="full", trainer=trainer)
-    stopped, whole = resumed_and_whole(recipe, tmp_path)
-    assert stopped.fingerprint == whole.fingerprint
-    for one, other in zip(stopped.parameters(), whole.parameters(), strict=True):
-        assert torch.equal(one, other)
 
 
 def test_there_are_none_where_the_lm_does_not_learn(model_folder: Folder) -> None:

@@ -23,13 +23,13 @@ from pipelines.tasks.train import TrainTask
 from pipelines.tasks.train_config import TrainConfig
 from pipelines.tasks.tune_qa import TuneConfig
 from pipelines.trainer import Trainer, TrainerConfig
+from tests.helpers import Folder
 from tests.pipelines import tiny_training
 from tests.pipelines.helpers import metrics
 from tests.pipelines.test_pipelines import train_recipe
 from tests.pipelines.toy_training import ToyTask
 
 ROOT = Path(__file__).parents[2]
-Folder = Callable[[str], Path]
 FSDP = {"parallel": "fsdp"}
 
 
@@ -55,38 +55,24 @@ def differences(one: Path, other: Path) -> Iterator[tuple[str, float]]:
             yield name, abs(first[name] - second[name])
 
 
+def modulated(**modulation: Any) -> dict[str, Any]:
+    return {"model": {"modulation": modulation}}
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "values"),
     [
-        pytest.param("tune_qa", {}, id="an LM"),
-        pytest.param("tune_qa", {"tune": "lora"}, id="an LM by low-rank updates"),
-        pytest.param("train", {"trainer": {"accumulate": 2}}, id="MAC around a frozen LM"),
-        pytest.param(
-            "train",
-            {"tune_base_lm": "lora", "trainer": {"offload": True, "gradient_checkpointing": True}},
-            id="MAC and low-rank updates, offloaded",
-        ),
-        pytest.param(
-            "train",
-            {
-                "tune_base_lm": "full",
-                "model": {"modulation": {"kind": "lora"}},
-                "trainer": {"gradient_checkpointing": True},
-            },
-            id="MAC by LoRA, and the LM",
-        ),
-        pytest.param(
-            "train",
-            {"tune_base_lm": "full", "model": {"modulation": {"kind": "prefix", "attention_sink": True}}},
-            id="MAC behind an attention sink, and the LM",
-        ),
-        pytest.param("train", {"model": {"modulation": {"kind": "film"}}}, id="MAC by FiLM"),
+        ("tune_qa", {}),
+        ("tune_qa", {"tune": "lora"}),
+        ("train", {"trainer": {"accumulate": 2}}),
+        ("train", {"tune_base_lm": "lora", "trainer": {"offload": True, "gradient_checkpointing": True}}),
+        ("train", {**modulated(kind="lora"), "tune_base_lm": "full", "trainer": {"gradient_checkpointing": True}}),
+        ("train", {**modulated(kind="prefix", attention_sink=True), "tune_base_lm": "full"}),
+        ("train", modulated(kind="film")),
     ],
 )
-def test_two_processes_in_parts_train_as_one_whole(
-    models: Path, tmp_path: Path, kind: str, values: dict[str, Any]
-) -> None:
+def test_two_processes_in_parts_train_as_one(models: Path, tmp_path: Path, kind: str, values: dict[str, Any]) -> None:
     """Twenty steps in float64; the losses themselves are computed in float32."""
     two = tiny_training.merged(values, {"trainer": FSDP})
     assert on_two_processes(tmp_path / "two", kind, models, two) is None
@@ -110,12 +96,7 @@ def test_two_processes_in_parts_train_as_one_whole(
 @pytest.mark.slow
 def test_a_killed_process_goes_on_exactly_from_the_rows_of_both(models: Path, tmp_path: Path) -> None:
     """In fp32 around a frozen LM in bf16, with validation by generation, negatives and distractors."""
-    values = {
-        "model": {"base_lm": {"dtype": "bf16"}},
-        "negatives": 9,
-        "distractors": 1,
-        "trainer": FSDP,
-    }
+    values = {"model": {"base_lm": {"dtype": "bf16"}}, "negatives": 9, "distractors": 1, "trainer": FSDP}
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     assert on_two_processes(whole, "train", models, values, double=False) is None
     failed = on_two_processes(killed, "train", models, values, double=False, kill=16)
@@ -160,7 +141,6 @@ def test_replicas_with_gradient_checkpointing_train_as_one_process(models: Path,
 def test_layers_that_are_computed_again_give_the_same_gradients(model_folder: Folder, modulation: str) -> None:
     """Also where the LM trains along, in training mode: transformers' own way would leave the prefix out there."""
     model = train_recipe(model_folder).model
-    assert model is not None
     model = model.model_copy(update={"modulation": model.modulation.model_copy(update={"kind": modulation})})
     recipe = train_recipe(model_folder, model=model.model_dump(), tune_base_lm="full", negatives=0, distractors=0)
     gradients = []
@@ -220,23 +200,17 @@ def test_in_one_group_all_lengths_share_a_batch() -> None:
     [
         ({"without_memory": 0.1}, "without_memory is 0.1, but with trainer.parallel: fsdp"),
         ({"group_by_title": 2, "backprop_dropout": 0.5}, "group_by_title is 2, .* set one of them"),
+        ({"trainer": {"offload": True}}, "offload is true, but parallel is ddp; set parallel: fsdp"),
     ],
 )
-def test_what_calls_layers_unequally_often_is_refused(values: dict[str, Any], message: str) -> None:
-    trainer = {"steps": 1, "batch_size": 1, "learning_rate": 1, **FSDP}
+def test_what_parts_cannot_do_is_refused(values: dict[str, Any], message: str) -> None:
+    trainer = {"steps": 1, "batch_size": 1, "learning_rate": 1, **values.get("trainer", FSDP)}
     with pytest.raises(ConfigError, match=message):
-        TrainConfig.parse({"start_from": "mac-tiny", "trainer": trainer, **values}, "recipe")
-
-
-def test_offload_needs_parts() -> None:
-    with pytest.raises(ConfigError, match="offload is true, but parallel is ddp; set parallel: fsdp"):
-        TrainerConfig.parse({"steps": 1, "batch_size": 1, "learning_rate": 1, "offload": True}, "recipe")
+        TrainConfig.parse({"start_from": "mac-tiny", **values, "trainer": trainer}, "recipe")
 
 
 @pytest.mark.parametrize("engine", ["FSDP", "DEEPSPEED"])
-def test_an_engine_in_accelerates_own_configuration_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, engine: str
-) -> None:
+def test_an_engine_set_in_accelerate_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, engine: str) -> None:
     monkeypatch.setenv(f"ACCELERATE_USE_{engine}", "true")
     config = TrainerConfig(steps=1, batch_size=1, learning_rate=0.1, cpu=True)
     with pytest.raises(ConfigError, match=f"asks for {engine}.* set trainer.parallel: fsdp"):

@@ -44,11 +44,12 @@ from pipelines.sizes import (
 )
 from pipelines.tasks.train_config import TrainConfig
 from pipelines.tasks.tune_qa import LORA_RANK
-from tests.helpers import VOCABULARY, mac_config, save_tokenizer
+from tests.helpers import VOCABULARY, Folder, mac_config, save_tokenizer
+from tests.lm.helpers import ARCHITECTURES as KNOWN_TO_WORK
 from tests.pipelines.helpers import TRAINER
 
-Folder = Callable[[str], Path]
 DOCUMENTS, TOKENS = 4, 256
+SINK = ModulationConfig(attention_sink=True)
 LOSSES = LossWeights(answer=1, direct=0.5, contrastive=0.3)
 
 # As the models' pages on the Hub count them.
@@ -114,8 +115,8 @@ class TestShapes:
     @pytest.mark.parametrize(
         ("lm", "encoder", "design", "modulation"),
         [
-            ("llama", None, "decoder-only", ModulationConfig(attention_sink=True)),
-            ("llama", None, "encoder-pooling", ModulationConfig(attention_sink=True)),
+            ("llama", None, "decoder-only", SINK),
+            ("llama", None, "encoder-pooling", SINK),
             ("gpt2", "t5", "encoder-decoder", ModulationConfig(bottleneck=8)),
             ("gpt2", "t5", "encoder-only", ModulationConfig(kind="lora")),
             ("llama", "bert", "encoder-only", ModulationConfig(kind="film")),
@@ -156,6 +157,7 @@ class TestRuleOfSizes:
     @pytest.mark.parametrize("name", SMALL)
     def test_presets_follow_it(self, name: str) -> None:
         config, lm = preset(name), architecture(preset(name).base_lm.name)
+        assert lm.model_type in KNOWN_TO_WORK
         nf4 = config.base_lm.quantization == "nf4"
         assert config == sized_for(
             config.base_lm.name, width=lm.hidden_size, layers=lm.num_hidden_layers, quantized=nf4,
@@ -173,12 +175,9 @@ class TestRuleOfSizes:
         config = sized_for("my/lm", width=64 * heads, layers=layers, quantized=quantized)
         assert config.tokens % 8 == 0
         assert 24 <= config.tokens <= 96
-        assert config.amortization.layers is not None
         assert 1 <= config.amortization.layers <= layers
         wider = sized_for("my/lm", width=64 * heads + 64, layers=layers, quantized=quantized)
         assert wider.tokens <= config.tokens
-        assert wider.mlp_width is not None
-        assert config.mlp_width is not None
         assert wider.mlp_width >= config.mlp_width
 
     def test_a_width_that_no_heads_fill_is_refused(self) -> None:
@@ -206,21 +205,13 @@ class TestCountedBytes:
 
     @pytest.mark.parametrize(
         "values",
-        [
-            {},
-            {"tune_base_lm": "full"},
-            {"tune_base_lm": "lora"},
-            {"trainer": {**TRAINER, "average_from": 0.5}},
-        ],
+        [{}, {"tune_base_lm": "full"}, {"tune_base_lm": "lora"}, {"trainer": {**TRAINER, "average_from": 0.5}}],
     )
     def test_a_training_step(self, model_folder: Folder, values: dict[str, Any]) -> None:
         """The tensors of a real step: weights, gradients, and the optimizer's state with the mean of the weights."""
-        config = mac_config(
-            model_folder("llama"), None, "encoder-pooling", modulation=ModulationConfig(attention_sink=True)
-        )
+        config = mac_config(model_folder("llama"), None, "encoder-pooling", modulation=SINK)
         part = config.amortization.model_copy(update={"layers": 1, "embeddings": "base-lm"})
         recipe = recipe_of(config.model_copy(update={"amortization": part, "input_encoder": part}), **values)
-        assert recipe.model is not None
 
         real = MACModel.from_config(recipe.model, device="cpu")
         if recipe.tune_base_lm != "frozen":
@@ -255,9 +246,7 @@ class TestCountedBytes:
         model = MACModel.from_config(config, device="cpu")
         engine = MACEngine(model, MemoryBank.create(tmp_path / "bank", model.fingerprint, rows=rows))
         engine.adapt([Document(str(number), f"{number} storms have hit Haib.") for number in range(8)])
-        [segment] = (tmp_path / "bank").glob("segment-*.safetensors")
-        header = 8 + int.from_bytes(segment.read_bytes()[:8], "little")
-        assert segment.stat().st_size - header == 8 * document_bytes(empty_model(config), rows)
+        assert engine.bank.nbytes == 8 * document_bytes(empty_model(config), rows)
 
     def test_answering_keeps_a_cache_and_the_bank(self, model_folder: Folder) -> None:
         config = mac_config(model_folder("llama"))
@@ -324,10 +313,7 @@ def planned(config: MACConfig, losses: LossWeights, bf16: bool, recompute: bool 
 
 def config_of(design: str, llama: Path, model_folder: Folder) -> MACConfig:
     encoder = model_folder("t5") if design == "encoder-decoder" else None
-    modulation = ModulationConfig(attention_sink=True)
-    return mac_config(
-        llama, encoder, design, tokens=16, mlp_width=16, max_document_tokens=TOKENS, modulation=modulation
-    )
+    return mac_config(llama, encoder, design, tokens=16, mlp_width=16, max_document_tokens=TOKENS, modulation=SINK)
 
 
 @pytest.mark.parametrize("design", ["encoder-pooling", "decoder-only", "encoder-decoder"])
@@ -386,9 +372,7 @@ def test_activations_are_near_the_measured_peak(
 
 
 @pytest.mark.parametrize("bf16", [pytest.param(False, marks=pytest.mark.slow), True])
-def test_layers_that_are_computed_again_keep_their_inputs(
-    llama: Path, monkeypatch: pytest.MonkeyPatch, bf16: bool
-) -> None:
+def test_layers_computed_again_keep_their_inputs(llama: Path, monkeypatch: pytest.MonkeyPatch, bf16: bool) -> None:
     """Without a loss of the LM, so that the encoders' layers are most of the memory."""
     monkeypatch.setenv("KINETO_LOG_LEVEL", "6")
     config = mac_config(llama, None, "decoder-only", tokens=16, mlp_width=16, max_document_tokens=TOKENS)

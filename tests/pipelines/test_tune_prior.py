@@ -19,6 +19,7 @@ from pipelines.tasks.registry import run_task
 from pipelines.tasks.tune_prior import TunePriorConfig, TunePriorTask, compared
 from tests.model.test_sentence_encoder import with_encoder
 
+ENCODER = SentenceEncoderConfig(name="minilm", embeddings="base-lm")
 DATA = {"name": "newswire", "documents": 40, "validation_documents": 12}
 
 
@@ -32,9 +33,7 @@ def small_groups(monkeypatch: pytest.MonkeyPatch) -> None:
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model whose sentence encoder reads with the LM's embeddings, and which compares words, too."""
     torch.manual_seed(1)
-    config = with_encoder(
-        SentenceEncoderConfig(name="minilm", embeddings="base-lm"), hashed_bm25=HashedBM25Config(vectors=2)
-    )
+    config = with_encoder(ENCODER, hashed_bm25=HashedBM25Config(vectors=2))
     place = tmp_path_factory.mktemp("start") / "mac"
     MACModel.from_config(config, device="cpu").save_pretrained(place)
     return place
@@ -103,13 +102,11 @@ def test_what_compares_texts_learns_faster_than_the_encoder(folder: Path, tmp_pa
     encoder = [value for name, value in moved.items() if ".sentence_encoder." in name and value]
     assert max(encoder) == pytest.approx(1e-4, rel=0.01)
     old, new = (read_config(place).hashed_bm25 for place in (folder, tmp_path / "run" / "last"))
-    assert old is not None
-    assert new is not None
     assert abs(math.log(new.weight / old.weight)) == pytest.approx(1e-2, rel=0.01)
 
 
 def test_a_model_that_compares_no_words_is_tuned_too(tmp_path: Path) -> None:
-    config = with_encoder(SentenceEncoderConfig(name="minilm", embeddings="base-lm"))
+    config = with_encoder(ENCODER)
     MACModel.from_config(config, device="cpu").save_pretrained(tmp_path / "mac")
     run_task("tune_prior", recipe(tmp_path / "mac"), tmp_path / "run")
     assert read_config(tmp_path / "run" / "last").hashed_bm25 is None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +21,10 @@ from mac_rag.retrieval import BM25Retriever
 from pipelines.corpora.packs import PackConfig, PackMaker, joined_documents
 from pipelines.tasks.tune_reading import TuneReadingConfig, TuneReadingTask
 from pipelines.trainer import Trainer
+from tests.helpers import Folder
 from tests.pipelines.helpers import metrics
 from tests.pipelines.test_pipelines import stopping_at
 
-Folder = Callable[[str], Path]
 ABSTENTION = "I don't know"
 
 
@@ -118,9 +117,7 @@ def test_only_neighbours_of_one_title_are_joined(model_folder: Folder) -> None:
 
 
 @pytest.mark.parametrize("step", [1, 3])
-def test_a_stopped_run_goes_on_to_the_same_losses_through_the_codec(
-    model_folder: Folder, tmp_path: Path, step: int
-) -> None:
+def test_a_stopped_run_goes_on_exactly_through_the_codec(model_folder: Folder, tmp_path: Path, step: int) -> None:
     config = recipe(model_folder, codec=CODEC)
     Trainer(TuneReadingTask(config), config.trainer, tmp_path / "whole").run()
     with pytest.raises(KeyboardInterrupt):

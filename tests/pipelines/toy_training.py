@@ -6,7 +6,7 @@ import argparse
 import os
 import signal
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from safetensors.torch import save_file
@@ -16,6 +16,7 @@ from torch.nn import functional
 from pipelines.trainer import Task, Trainer, TrainerConfig, shuffled
 
 ITEMS = 48
+Place: TypeAlias = tuple[str, int]  # `batch`, `validate` or `save`, and a step
 
 
 class ToyTask(Task):
@@ -23,13 +24,11 @@ class ToyTask(Task):
 
     Args:
         dropout: its probability; drawn anew for every pass.
-        kill: `(place, step)`; the process dies as by kill -9 on reaching `batch`, `validate` or `save` in that step.
-        stop: `(place, step)`; there the training is interrupted by Ctrl-C.
+        kill: where the process dies as by kill -9.
+        stop: where the training is interrupted by Ctrl-C.
     """
 
-    def __init__(
-        self, dropout: float = 0.0, kill: tuple[str, int] | None = None, stop: tuple[str, int] | None = None
-    ) -> None:
+    def __init__(self, dropout: float = 0.0, kill: Place | None = None, stop: Place | None = None) -> None:
         super().__init__()
         torch.manual_seed(7)
         self.layers = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Dropout(dropout), nn.Linear(16, 1))
@@ -73,29 +72,14 @@ class ToyTask(Task):
 
 
 def train(
-    output: Path,
-    *,
-    dropout: float = 0.0,
-    kill: tuple[str, int] | None = None,
-    stop: tuple[str, int] | None = None,
-    **trainer: Any,
+    output: Path, *, dropout: float = 0.0, kill: Place | None = None, stop: Place | None = None, **trainer: Any
 ) -> tuple[ToyTask, dict[str, float]]:
     """Trains 24 steps, or as `trainer` says; returns the task and the last figures."""
     values = {
-        "steps": 24,
-        "batch_size": 8,
-        "learning_rate": 0.01,
-        "warmup_steps": 4,
-        "schedule": "cosine",
-        "weight_decay": 0.01,
-        "log_every": 1,
-        "validate_every": 6,
-        "save_every": 8,
-        "best": "error",
-        "best_mode": "min",
-        "cpu": True,
-        **trainer,
-    }
+        "steps": 24, "batch_size": 8, "learning_rate": 0.01, "warmup_steps": 4, "schedule": "cosine",
+        "weight_decay": 0.01, "log_every": 1, "validate_every": 6, "save_every": 8, "best": "error",
+        "best_mode": "min", "cpu": True, **trainer,
+    }  # fmt: skip
     task = ToyTask(dropout, kill, stop)
     return task, Trainer(task, TrainerConfig.parse(values, "toy"), output).run()
 

@@ -1,4 +1,4 @@
-"""The recency term against a plain loop, and what must not change it."""
+"""The document prior: its keys without their zeros, and the recency term against a plain loop."""
 
 from __future__ import annotations
 
@@ -17,8 +17,48 @@ from mac_rag.nn.attention import direct_attention, recomputing_attention
 from mac_rag.nn.bank_view import BankProjection
 from mac_rag.nn.hierarchical import hierarchical
 from mac_rag.nn.memory_tokens import MemoryTokens
-from mac_rag.nn.prior import CANDIDATES, Candidates, RankedFirst, RecencyTerm
+from mac_rag.nn.prior import CANDIDATES, Candidates, PriorKeys, RankedFirst, RecencyTerm
 from tests.nn.helpers import network, random, random_texts
+
+
+def lexical(rows: int, width: int, seed: int) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    numbers = torch.randn(rows, width, generator=generator)
+    return numbers * (torch.rand(rows, width, generator=generator) < torch.rand(rows, 1, generator=generator))
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    rows=st.lists(st.integers(0, 4), min_size=1, max_size=3),
+    width=st.sampled_from([0, 1, 7]),
+    questions=st.integers(1, 3),
+    seed=st.integers(0, 999),
+    data=st.data(),
+)
+def test_products_and_choices_of_keys(
+    rows: list[int], width: int, questions: int, seed: int, data: st.DataObject
+) -> None:
+    dense = [torch.randn(count, 3, generator=torch.Generator().manual_seed(seed + n)) for n, count in enumerate(rows)]
+    words = [lexical(count, width, seed + 10 + n) for n, count in enumerate(rows)]
+    plain = torch.cat([torch.cat(parts, 1) for parts in zip(dense, words)])
+    keys = PriorKeys.cat([PriorKeys.of(*parts) for parts in zip(dense, words)])
+    queries = torch.cat([torch.randn(questions, 3), lexical(questions, width, seed + 20)], 1)
+    torch.testing.assert_close(keys.products(queries), queries @ plain.T)
+    mask = torch.tensor(data.draw(st.lists(st.booleans(), min_size=len(plain), max_size=len(plain))), dtype=torch.bool)
+    kept = keys.kept(mask)
+    assert len(kept) == int(mask.sum())
+    torch.testing.assert_close(kept.products(queries), queries @ plain[mask].T)
+    if len(plain):
+        index = torch.tensor(data.draw(st.lists(st.integers(0, len(plain) - 1), max_size=5)), dtype=torch.long)
+        assert torch.equal(keys.take(index), plain[index])
+
+
+def test_zeros_of_keys_take_no_memory() -> None:
+    words = torch.zeros(100, 3072)
+    words[:, :80] = 1.0
+    keys = PriorKeys.of(torch.zeros(100, 384), words)
+    assert keys.nbytes == 100 * (384 * 4 + 4 + 80 * 8)
+
 
 DAY = 86_400_000_000
 
@@ -26,8 +66,6 @@ DAY = 86_400_000_000
 def recent(**options: object) -> AggregationNetwork:
     """A network whose recency term matters: random texts count as alike, and the prior does not decide alone."""
     built = network(recency=True, **options).eval()
-    assert built.recency is not None
-    assert built.prior is not None
     with torch.no_grad():
         built.prior.log_scale.fill_(0.5)
         for parameter, value in zip(built.recency.parameters(), (1.5, 0.7, 0.4, 0.8), strict=True):
@@ -39,9 +77,7 @@ def dated(built: AggregationNetwork, phi: MemoryTokens, days: list[int]) -> Bank
     return replace(built.project(phi), dates=torch.tensor(days) * DAY)
 
 
-def scores_of(
-    built: AggregationNetwork, question: MemoryTokens, bank: BankProjection, **options: Tensor | None
-) -> Tensor:
+def scores_of(built: AggregationNetwork, question: MemoryTokens, bank: BankProjection, **options: object) -> Tensor:
     return AttendedBank(built, bank, built.prior_queries(question), dtype=torch.float64, **options).scores
 
 
@@ -54,10 +90,6 @@ def plain_loop(
 ) -> list[list[float]]:
     """The term as `mac_rag.nn.prior` defines it, pair by pair, with Python's numbers."""
     term, prior = built.recency, built.prior
-    assert term is not None
-    assert prior is not None
-    assert bank.prior_keys is not None
-    assert bank.dates is not None
     plain = prior.score(prior.queries(question), bank.prior_keys)
     tau = math.exp(prior.log_scale.item())
     a, alpha, beta, gamma = (p.item() for p in (term.strength, term.alike, term.bias, term.about))
@@ -83,7 +115,7 @@ def plain_loop(
 
 @settings(max_examples=25, deadline=None)
 @given(st.data())
-def test_the_term_equals_a_plain_loop_over_pairs(data: st.DataObject) -> None:
+def test_the_recency_term_equals_a_plain_loop_over_pairs(data: st.DataObject) -> None:
     documents = data.draw(st.integers(1, 9))
     days = data.draw(st.lists(st.integers(-3, 3), min_size=documents, max_size=documents))
     asked = data.draw(st.lists(st.none() | st.integers(-3, 3), min_size=2, max_size=2))
@@ -106,7 +138,7 @@ def test_the_term_equals_a_plain_loop_over_pairs(data: st.DataObject) -> None:
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
 
 
-def test_it_looks_among_the_documents_that_the_prior_ranks_first_alone() -> None:
+def test_recency_looks_among_the_documents_that_the_prior_ranks_first_alone() -> None:
     built, question, phi = recent(), random_texts(2), random_texts(CANDIDATES + 9, seed=1)
     bank = dated(built, phi, torch.arange(CANDIDATES + 9).tolist())
     expected = torch.tensor(plain_loop(built, question, bank, [None, None]), dtype=torch.float64)
@@ -147,7 +179,7 @@ def test_hidden_documents_have_exactly_no_influence() -> None:
         assert torch.equal(first, second)
 
 
-def test_off_it_is_the_prior_bit_for_bit() -> None:
+def test_without_recency_it_is_the_prior_bit_for_bit() -> None:
     built, plain = recent(), network().eval()
     plain.load_state_dict(built.state_dict() | plain.state_dict(), strict=False)
     plain.load_state_dict({name: value for name, value in built.state_dict().items() if "recency" not in name})
@@ -193,7 +225,7 @@ def test_candidates_of_parts_are_those_of_the_whole() -> None:
     torch.testing.assert_close(torch.cat([part.scores for part in parts], 1), whole)
 
 
-def test_it_learns_from_the_loss() -> None:
+def test_the_recency_term_learns_from_the_loss() -> None:
     term = RecencyTerm()
     keys = torch.nn.functional.normalize(random(2, 4, 8), dim=-1).float()
     own = Candidates(torch.zeros(2, 4), keys, torch.arange(4).expand(2, -1))

@@ -1,8 +1,9 @@
-"""The vectors of years that texts name, against a plain loop; a vocabulary's years; and how they are fitted."""
+"""Lexical vectors: hashed BM25 and the years that texts name, against plain loops; and how years are fitted."""
 
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -19,18 +20,107 @@ from mac_rag.bank import MemoryBank
 from mac_rag.bank.reader import reader_of
 from mac_rag.config import AttentionConfig, HashedBM25Config, YearsConfig
 from mac_rag.data.types import Document, QADataset, Question
-from mac_rag.errors import ConfigError
+from mac_rag.errors import ConfigError, DataError
 from mac_rag.model import MACModel
 from mac_rag.model.factory import named_years
 from mac_rag.model.mac import fingerprint_fields
-from mac_rag.nn.lexical import NamedYears, Years
+from mac_rag.nn.lexical import HashedBM25, NamedYears, Years
 from pipelines.tasks.fit_recency import fit_years, prior_keys_of, with_fitted_years
-from tests.helpers import copy_of
+from tests.helpers import copy_of, reloaded
+
+VOCABULARY = 300
+texts = st.lists(st.lists(st.integers(0, VOCABULARY - 1), min_size=1, max_size=30), min_size=1, max_size=5)
+
+
+def module(vectors: int = 2, width: int = 8, corpus: list[list[int]] | None = None) -> HashedBM25:
+    lexical = HashedBM25(VOCABULARY, vectors, width)
+    generator = torch.Generator().manual_seed(0)
+    lexical.count(corpus or torch.randint(0, VOCABULARY, (40, 25), generator=generator).tolist())
+    return lexical
+
+
+def hashed(lexical: HashedBM25, rows: list[list[int]]) -> torch.Tensor:
+    """`[K, R, D]`, all rows in one padded batch."""
+    length = max(map(len, rows))
+    ids = torch.tensor([[*row, *[0] * (length - len(row))] for row in rows])
+    mask = torch.tensor([[1] * len(row) + [0] * (length - len(row)) for row in rows])
+    found: torch.Tensor = lexical(ids, mask)
+    return found
+
+
+def fmix32(number: int) -> int:
+    """MurmurHash3's finaliser."""
+    number ^= number >> 16
+    number = number * 0x85EBCA6B % 2**32
+    number ^= number >> 13
+    number = number * 0xC2B2AE35 % 2**32
+    return number ^ number >> 16
+
+
+@settings(max_examples=30, deadline=None)
+@given(rows=texts)
+def test_hashed_bm25_is_what_a_plain_loop_gives(rows: list[list[int]]) -> None:
+    lexical = module()
+    found = hashed(lexical, rows).flatten(1).double()
+    typical = float(lexical.typical_length)
+    for row, vector in zip(rows, found, strict=True):
+        expected = [0.0] * 16
+        for token in set(row):
+            count = row.count(token)
+            saturated = count * 2.5 / (count + 1.5 * (0.25 + 0.75 * len(row) / typical))
+            number = fmix32(token * 0x9E3779B1 % 2**32)
+            sign = 1 if number % 2 else -1
+            expected[number // 2 % 16] += sign * math.sqrt(float(lexical.rarity[token])) * saturated
+        torch.testing.assert_close(vector, torch.tensor(expected, dtype=torch.float64), atol=1e-5, rtol=1e-5)
+
+
+def test_rarity_is_bm25s_idf() -> None:
+    lexical = module(corpus=[[1, 1, 2], [1, 3], [1, 4, 5, 6]])
+    for token, held in {1: 3, 2: 1, 6: 1, 7: 0}.items():
+        assert float(lexical.rarity[token]) == pytest.approx(math.log(1 + (3 - held + 0.5) / (held + 0.5)))
+    assert float(lexical.typical_length) == 3.0
+    with pytest.raises(DataError, match="no texts to count tokens in"):
+        lexical.count([])
+
+
+def test_products_are_bm25_scores_where_no_tokens_collide() -> None:
+    generator = torch.Generator().manual_seed(1)
+    documents = torch.randint(0, VOCABULARY, (50, 40), generator=generator).tolist()
+    lexical = module(vectors=4096, width=64, corpus=documents)
+    assert len(lexical.places.unique()) == VOCABULARY
+    question = list(range(100, 112))  # distinct tokens, which all count alike
+    products = hashed(lexical, documents).flatten(1) @ hashed(lexical, [question]).flatten()
+    scores = []
+    for document in documents:
+        score = 0.0
+        for token in question:
+            holding = sum(token in other for other in documents)
+            count = document.count(token)
+            score += math.log(1 + (50 - holding + 0.5) / (holding + 0.5)) * count * 2.5 / (count + 1.5)
+        scores.append(score)
+    expected = torch.tensor(scores)
+    assert len(expected[expected > 0]) > 10
+    torch.testing.assert_close(products / products.norm(), expected / expected.norm(), atol=1e-5, rtol=1e-5)
+
+
+def test_collisions_cancel_out_on_average() -> None:
+    """Over many pairs of texts that share nothing, products are small beside those of texts that share half."""
+    order = torch.randperm(VOCABULARY, generator=torch.Generator().manual_seed(2)).tolist()
+    lexical = module(vectors=4, width=64)
+    groups = [order[start : start + 20] for start in range(0, 280, 20)]
+    halves = [[*group[:10], *other[:10]] for group, other in pairwise(groups)]
+    apart = hashed(lexical, groups).flatten(1)
+    products = apart @ apart.T
+    among = products[~torch.eye(len(groups), dtype=torch.bool)]
+    shared = (apart[:-1] * hashed(lexical, halves).flatten(1)).sum(1)
+    assert among.abs().mean() < 0.25 * shared.mean()
+    assert among.mean().abs() < 0.1 * shared.mean()
+
 
 WEIGHT, DECAY, WIDTH = 0.3, 2.5, 24
 # Tokens 10 to 29 are the years 1990 to 2009, 31 is 1995 once more, and 30 continues a number.
 YEARS = Years({**{t: 1980 + t for t in range(10, 30)}, 31: 1995}, [30], 40, range(1990, 2010), WEIGHT, DECAY)
-texts = st.lists(st.lists(st.integers(1, 39), min_size=1, max_size=12), min_size=1, max_size=4)
+dated_texts = st.lists(st.lists(st.integers(1, 39), min_size=1, max_size=12), min_size=1, max_size=4)
 
 
 def batch(rows: list[list[int]]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -49,8 +139,8 @@ def years_in(row: list[int]) -> list[int]:
 
 
 @settings(max_examples=60, deadline=None)
-@given(documents=texts, questions=texts)
-def test_products_are_what_a_plain_loop_gives(documents: list[list[int]], questions: list[list[int]]) -> None:
+@given(documents=dated_texts, questions=dated_texts)
+def test_products_of_years_are_what_a_plain_loop_gives(documents: list[list[int]], questions: list[list[int]]) -> None:
     years = NamedYears(YEARS, WIDTH)
     held, asked = years(*batch(documents), of_questions=False), years(*batch(questions), of_questions=True)
     assert held.shape == (len(documents), WIDTH)
@@ -63,13 +153,13 @@ def test_products_are_what_a_plain_loop_gives(documents: list[list[int]], questi
 
 
 def test_switched_off_no_question_asks_for_a_year_and_documents_stay() -> None:
-    years, texts = NamedYears(YEARS, WIDTH), batch([[1, 20, 3], [4, 5]])
-    asked, held = years(*texts, of_questions=True), years(*texts, of_questions=False)
+    years, dated_texts = NamedYears(YEARS, WIDTH), batch([[1, 20, 3], [4, 5]])
+    asked, held = years(*dated_texts, of_questions=True), years(*dated_texts, of_questions=False)
     assert asked[0].count_nonzero() == 1
     assert not asked[1].any()
     years.use_years = False
-    assert not years(*texts, of_questions=True).any()
-    assert torch.equal(years(*texts, of_questions=False), held)
+    assert not years(*dated_texts, of_questions=True).any()
+    assert torch.equal(years(*dated_texts, of_questions=False), held)
 
 
 def tokenizer_of(model: Any, pre_tokenizer: Any) -> PreTrainedTokenizerFast:
@@ -128,7 +218,6 @@ def mac_small() -> MACModel:
 def first_documents(model: MACModel, keys: torch.Tensor) -> list[str]:
     encoded = model.input_encoder([model.input_encoder.ids(question.question) for question in ASKED])
     prior = model.aggregation.prior
-    assert prior is not None
     return [CLUBS[number] for number in prior.score(prior.queries(encoded), keys).argmax(1).tolist()]
 
 
@@ -138,15 +227,13 @@ def test_questions_find_what_was_last_known_before_their_year(mac_small: MACMode
     again, keys = with_fitted_years(copy_of(mac_small), STREAM, keys, steps=100, batch_size=32)
     assert again.config.hashed_bm25 is not None
     fitted = again.config.hashed_bm25.years
-    assert fitted is not None
     assert 0 < fitted.decay < 10
     with torch.no_grad(), again.without_times():
         alone = first_documents(again, keys)
     with torch.no_grad():
         found = first_documents(again, keys)
     assert sum(map(str.__eq__, found, gold)) > 10 > sum(map(str.__eq__, alone, gold))
-    again.save_pretrained(tmp_path / "fitted")
-    loaded = MACModel.from_pretrained(tmp_path / "fitted", device="cpu")
+    loaded = reloaded(again, tmp_path / "fitted")
     assert loaded.config.hashed_bm25 == HashedBM25Config(vectors=8, weight=0.07, years=fitted)
     torch.testing.assert_close(prior_keys_of(loaded, STREAM), keys)
 
