@@ -211,7 +211,7 @@ def test_objects_that_are_not_what_was_pushed_leave_the_file_as_it_was(store: An
     push(tmp_path / "bank", MEMORY)
     [name] = [name for name in names(MEMORY) if name.endswith(ending)]
     content = store.cat_file(f"/bank/{name}")
-    for damage in (content[:-1], content[:-9] + bytes(9), b"", b"[]", b"{" * 100_000):
+    for damage in (content[:-1], bytes(9) + content[9:], b"", b"[]", b"{" * 100_000):
         store.pipe_file(f"/bank/{name}", damage)
         with pytest.raises(DamageError, match=rf"(?s)memory://bank/{name}.*push the bank again"):
             pull(MEMORY, tmp_path / "copy")
