@@ -12,9 +12,8 @@ from typing import Any
 import fsspec
 import pytest
 import torch
-from click.testing import Result
 from fsspec.implementations.memory import MemoryFileSystem
-from typer.testing import CliRunner
+from typer.testing import CliRunner, Result
 
 from mac_rag.bank import MemoryBank
 from mac_rag.bank.remote import pull, push
@@ -63,8 +62,8 @@ def store() -> Iterator[Any]:
     MemoryFileSystem.store.clear()
 
 
-def filled(folder: Path, documents: int = 3, **settings: bool) -> MemoryBank:
-    bank = MemoryBank.create(folder, "model", **settings)
+def filled(folder: Path, documents: int = 3, *, keep_texts: bool = False) -> MemoryBank:
+    bank = MemoryBank.create(folder, "model", keep_texts=keep_texts)
     for number, name in enumerate(NAMES[:documents]):
         put(bank, name, float(number))
     return bank
