@@ -143,7 +143,7 @@ def test_a_circle_is_refused_before_anything_is_written(loaded_tiny_model: MACMo
 def test_a_new_date_costs_no_amortization(
     tiny_model: MACModel, tmp_path: Path, on_disk: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    bank = MemoryBank.create(tmp_path, tiny_model.fingerprint) if on_disk else None
+    bank = MemoryBank.create(tmp_path / "bank", tiny_model.fingerprint) if on_disk else None
     found = MACEngine(tiny_model, bank, BM25Retriever())
     found.adapt(DATED)
     phi = {document.id: found.bank[document.id].phi for document in DATED}

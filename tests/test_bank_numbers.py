@@ -12,6 +12,7 @@ from mac_rag.bank import MemoryBank
 from mac_rag.bank.bank import Contents
 from mac_rag.bank.overview import put_with_overview
 from mac_rag.bank.projection import ProjectedBank
+from mac_rag.bank.reader import BankReader
 from mac_rag.bank.verify import verify
 from mac_rag.config import AttentionConfig
 from mac_rag.data.newswire.generate import generate
@@ -74,7 +75,7 @@ def test_a_bank_knows_what_a_reader_computes(loaded_tiny_model: MACModel, monkey
     read = []
     take = Contents.take
     monkeypatch.setattr(Contents, "take", lambda self, index: read.append(len(index)) or take(self, index))
-    MACEngine(model, known, attention=AttentionConfig(cache_bytes=0))._reader._projected()
+    BankReader(model, known, AttentionConfig(cache_bytes=0))._projected()
     assert not read
 
 

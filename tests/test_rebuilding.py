@@ -157,7 +157,7 @@ def test_texts_come_from_the_retriever_in_the_version_that_the_bank_remembers(
     assert [(name, text) for name, _, _, text in described(new.bank)] == [(each.id, each.text) for each in expected]
     # with the text at last, the first documents are not the same any more
     retriever.put([DOCUMENTS[1]])
-    with pytest.raises(BankError, match=r"are not the first ones of.*choose a new folder"):
+    with pytest.raises(BankError, match=r"are not the first ones of.*choose a new"):
         rebuild(bank, new, retriever, skip_missing=True)
 
 
@@ -238,11 +238,11 @@ class TestCommand:
         assert run("adapt", notes, "--bank", old, "--model", tiny_checkpoint, "--keep-texts").exit_code == 0
         command = ("bank", "rebuild", "--bank", old, "--model", "mac-tiny", "--into")
         (tmp_path / "link").symlink_to(old)
-        for same in (old, tmp_path / "link", old / "new"):
-            assert "choose a new folder for --into" in refusal(*command, same)
+        for same in (old, tmp_path / "link"):
+            assert "choose a new file for --into" in refusal(*command, same)
+        assert "Not a directory" in refusal(*command, old / "new")
         (tmp_path / "files").mkdir()
-        (tmp_path / "files" / "notes.txt").touch()
-        assert "other files, not a memory bank" in refusal(*command, tmp_path / "files")
+        assert "is a directory" in run(*command, tmp_path / "files").output
         assert (
             run("adapt", notes, "--bank", tmp_path / "third", "--model", tiny_checkpoint, "--keep-texts").exit_code == 0
         )

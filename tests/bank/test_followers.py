@@ -23,6 +23,11 @@ def made(path: Path, names: str = "abc", fingerprint: str = "f00d") -> Path:
     return path
 
 
+def copied(source: Path, path: Path) -> Path:
+    shutil.copy(source, path)
+    return path
+
+
 def rows_by_key(bank: MemoryBank) -> dict[int, tuple[str, float]]:
     names = [names[0] for names in bank.row_members]
     return dict(zip(bank.row_keys.tolist(), zip(names, bank.phi[:, 0, 0].tolist()))) if names else {}
@@ -105,10 +110,10 @@ def test_what_replaces_a_bank_must_be_of_its_kind(folder: Path) -> None:
         restore(other, path, replace=True)
     with MemoryBank.open(path, write=True), pytest.raises(BankError, match="open for writing"):
         restore(path, path, replace=True)
-    later = shutil.copy(path, folder / "later")
+    later = copied(path, folder / "later")
     with MemoryBank.open(later, write=True) as bank:
         put(bank, "d", 4)
-    take_over(path, shutil.copy(later, folder / "copy"))
+    take_over(path, copied(later, folder / "copy"))
     with MemoryBank.open(path, write=True) as bank:
         put(bank, "e", 5)
     with pytest.raises(BankError, match="at commit 5, and what was fetched, at 4, is an older state"):
@@ -118,12 +123,12 @@ def test_what_replaces_a_bank_must_be_of_its_kind(folder: Path) -> None:
 
 def moved(source: Path, path: Path) -> None:
     """Puts a copy of a bank in the place of another, as mv does."""
-    shutil.copy(source, path.with_name("moved")).replace(path)
+    copied(source, path.with_name("moved")).replace(path)
 
 
 def test_a_reader_follows_a_bank_that_falls_back(folder: Path) -> None:
     path = made(folder / "bank", "abcde")
-    saved = shutil.copy(path, folder / "saved")
+    saved = copied(path, folder / "saved")
     with MemoryBank.open(path, write=True) as bank:
         bank.delete("b")
         put(bank, "f", 6)
@@ -142,7 +147,7 @@ def test_a_reader_follows_a_bank_that_falls_back(folder: Path) -> None:
 @pytest.mark.parametrize("seen", ["before", "after"])
 def test_a_history_that_was_rewritten_is_noticed_after_more_commits(folder: Path, seen: str) -> None:
     path = made(folder / "bank")
-    saved = shutil.copy(path, folder / "saved")
+    saved = copied(path, folder / "saved")
     before = Follower(path) if seen == "before" else None
     with MemoryBank.open(path, write=True) as bank:
         put(bank, "b", 2)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from hypothesis import strategies as st
 from mac_rag.bank import MemoryBank
 from mac_rag.bank import bank as module
 from mac_rag.bank.copies import backup, restore
+from mac_rag.bank.database import Connection
 from mac_rag.bank.keys_file import keys_path, read_keys_file
 from mac_rag.bank.rows import RowLayout, Summaries
 from mac_rag.data.types import Document
@@ -65,10 +67,14 @@ def read_without(path: Path) -> tuple[object, ...]:
 def is_used(path: Path) -> bool:
     """True if the keys are read from their file, and not from the bank."""
     bank = MemoryBank.open(path)
-    rows = type(bank.connection).rows
-    statements: list[str] = []
+    rows, statements = type(bank.connection).rows, list[str]()
+
+    def noted(link: Connection, statement: str, *arguments: Any) -> Any:
+        statements.append(statement)
+        return rows(link, statement, *arguments)
+
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(type(bank.connection), "rows", lambda *call: (statements.append(call[1]), rows(*call))[1])
+        patch.setattr(Connection, "rows", noted)
         list(bank.overview())
     return bool(bank._state.keys) and not any("FROM overview" in statement for statement in statements)
 

@@ -12,9 +12,8 @@ from typing import Any
 import fsspec
 import pytest
 import torch
-from click.testing import Result
 from fsspec.implementations.memory import MemoryFileSystem
-from typer.testing import CliRunner
+from typer.testing import CliRunner, Result
 
 from mac_rag.bank import MemoryBank
 from mac_rag.bank.remote import pull, push
@@ -63,8 +62,8 @@ def store() -> Iterator[Any]:
     MemoryFileSystem.store.clear()
 
 
-def filled(folder: Path, documents: int = 3, **settings: bool) -> MemoryBank:
-    bank = MemoryBank.create(folder, "model", **settings)
+def filled(folder: Path, documents: int = 3, *, keep_texts: bool = False) -> MemoryBank:
+    bank = MemoryBank.create(folder, "model", keep_texts=keep_texts)
     for number, name in enumerate(NAMES[:documents]):
         put(bank, name, float(number))
     return bank
@@ -211,7 +210,7 @@ def test_objects_that_are_not_what_was_pushed_leave_the_file_as_it_was(store: An
     push(tmp_path / "bank", MEMORY)
     [name] = [name for name in names(MEMORY) if name.endswith(ending)]
     content = store.cat_file(f"/bank/{name}")
-    for damage in (content[:-1], content[:-9] + bytes(9), b"", b"[]", b"{" * 100_000):
+    for damage in (content[:-1], bytes(9) + content[9:], b"", b"[]", b"{" * 100_000):
         store.pipe_file(f"/bank/{name}", damage)
         with pytest.raises(DamageError, match=rf"(?s)memory://bank/{name}.*push the bank again"):
             pull(MEMORY, tmp_path / "copy")

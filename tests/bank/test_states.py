@@ -79,7 +79,8 @@ class Banks(RuleBasedStateMachine):
             self.bank = MemoryBank("f00d", keep_texts=keep_texts)
         self.is_uncreated = place == 1
         self.bank.keep_rows_as(layout)
-        self.reader, self.seen = (MemoryBank.open(self.path), []) if self.on_disk else (None, [])
+        self.reader = MemoryBank.open(self.path) if self.on_disk else None
+        self.seen: list[Entry] = []
 
     def teardown(self) -> None:
         if hasattr(self, "bank"):
