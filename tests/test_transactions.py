@@ -5,25 +5,14 @@ A sample: `make torture` lets every call of the file system fail in every way (`
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import subprocess
+import sys
 
-import pytest
-
-from tests.bank.helpers import fast_folder
-from tests.torture.faults import EXAMPLES, HOWS, Torture
+from tests.torture.system import preloading
 
 
-@pytest.fixture(scope="module")
-def torture() -> Iterator[Torture]:
-    with fast_folder() as place:
-        yield Torture(place)
-
-
-@pytest.mark.parametrize("example", EXAMPLES)
-def test_a_change_that_fails_at_a_call(torture: Torture, example: str) -> None:
-    seeds = [seed for seed in range(torture.goal) if torture.kind(seed) == example]
-    calls = len(seeds) // len(HOWS)
-    assert calls > 25
-    # Each way of failing, and other calls for each; less often where a trial opens everything.
-    for seed in seeds[:: calls * (13 if example.startswith("process") else 9) // 10]:
-        torture.trial(seed)
+def test_a_change_that_fails_at_a_call() -> None:
+    """In a process whose calls of the system can be watched, those of SQLite, too."""
+    command = [sys.executable, "-m", "tests.torture", "faults", "--seed", *map(str, range(0, 8000, 61))]
+    done = subprocess.run(command, env=preloading(), capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]

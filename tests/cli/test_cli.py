@@ -152,9 +152,10 @@ class TestBadInput:
         assert not (tmp_path / "bank").exists()
 
     def test_empty_bank(self, model: str, tmp_path: Path) -> None:
-        MemoryBank(MACModel.from_pretrained(model).fingerprint).save(tmp_path)
-        assert "empty" in refusal("ask", "Who?", "--bank", tmp_path, "--model", model)
-        assert run("bank", "info", "--bank", tmp_path).stdout.split()[:2] == ["documents", "0"]
+        bank = tmp_path / "bank"
+        MemoryBank(MACModel.from_pretrained(model).fingerprint).save(bank)
+        assert "empty" in refusal("ask", "Who?", "--bank", bank, "--model", model)
+        assert run("bank", "info", "--bank", bank).stdout.split()[:2] == ["documents", "0"]
 
     def test_empty_question(self, model: str, notes: list[str], tmp_path: Path) -> None:
         run("adapt", *notes, "--bank", tmp_path / "bank", "--model", model)
@@ -164,10 +165,10 @@ class TestBadInput:
         for command in (("ask", "Who?"), ("bank", "info"), ("bank", "list"), ("bank", "verify")):
             assert "there is no memory bank" in refusal(*command, "--bank", tmp_path / "bank")
 
-    def test_folder_of_other_files(self, model: str, notes: list[str], tmp_path: Path) -> None:
-        before = sorted(tmp_path.iterdir())
-        assert "empty folder for --bank" in refusal("adapt", *notes, "--bank", tmp_path, "--model", model)
-        assert sorted(tmp_path.iterdir()) == before
+    def test_a_file_that_is_no_bank(self, model: str, notes: list[str], tmp_path: Path) -> None:
+        (tmp_path / "letter").write_text("Dear Ada,")
+        assert "no memory bank" in refusal("adapt", *notes, "--bank", tmp_path / "letter", "--model", model)
+        assert (tmp_path / "letter").read_text() == "Dear Ada,"
 
     def test_wrong_usage(self, tmp_path: Path) -> None:
         for arguments in (("ask", "Who?"), ("adapt", "--bank", tmp_path), ("forget",), ()):
@@ -177,13 +178,13 @@ class TestBadInput:
 def test_an_error_ends_with_code_1_and_one_message_on_stderr(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(sys, "argv", ["mac-rag", "bank", "info", "--bank", str(tmp_path)])
+    monkeypatch.setattr(sys, "argv", ["mac-rag", "bank", "info", "--bank", str(tmp_path / "bank")])
     with pytest.raises(SystemExit) as end:
         main()
     assert end.value.code == 1
     shown = capsys.readouterr()
     assert shown.out == ""
-    assert shown.err == f"error: there is no memory bank in {tmp_path}\n"
+    assert shown.err == f"error: there is no memory bank {tmp_path / 'bank'}\n"
 
 
 def test_every_command_that_loads_a_model_takes_a_device_map(model: str, notes: list[str], tmp_path: Path) -> None:

@@ -32,7 +32,8 @@ from mac_rag.data.types import Document
 from mac_rag.engine import MACEngine
 from mac_rag.errors import BankError, ConfigError, DocumentError, FingerprintError, MACError
 from mac_rag.model import MACModel
-from mac_rag.retrieval import DenseRetriever, chroma_server, make_retriever
+from mac_rag.retrieval import DenseRetriever, make_retriever
+from mac_rag.retrieval import chroma as chroma_module
 from mac_rag.retrieval.chroma import ChromaRetriever
 from mac_rag.sync import difference
 from tests.helpers import DEEP, DIGITS
@@ -394,7 +395,7 @@ def test_a_token_http_cannot_carry_is_refused_and_not_repeated(token: str, monke
 
 
 def test_failures_of_the_connection_pass(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chroma_server, "_FIRST_WAIT", 0.01)
+    monkeypatch.setattr(chroma_module, "_FIRST_WAIT", 0.01)
     with Proxy(server.port, {}) as proxy:
         chroma = ChromaRetriever(f"{proxy.url}/passing", WordEncoder())
         proxy.failures = [503, None, 502]
@@ -445,11 +446,14 @@ def test_a_server_that_takes_requests_and_never_answers(server: Server, after: s
 
 
 @pytest.mark.long
-def test_a_server_killed_in_the_middle_of_adapting_loses_nothing(tiny_model: MACModel, tmp_path: Path) -> None:
+def test_a_server_killed_in_the_middle_of_adapting_loses_nothing(
+    tiny_model: MACModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Between two upserts; the same call completes it, whichever process makes it."""
     everything = [Document(f"d{number}", f"A storm hit town number {number}.") for number in range(9)]
     with Server(tmp_path / "chroma") as server:
-        chroma = ChromaRetriever(server.url, WordEncoder(), batch_bytes=3000)
+        monkeypatch.setattr(chroma_module, "_BATCH_BYTES", 3000)
+        chroma = ChromaRetriever(server.url, WordEncoder())
         bank = MemoryBank.create(tmp_path / "bank", tiny_model.fingerprint)
         engine = MACEngine(tiny_model, bank, retriever=chroma)
         engine.adapt(everything[:2])

@@ -227,7 +227,7 @@ def test_a_restart_finds_everything_and_a_backup_is_a_bank(mac_tiny: MACModel, t
     question = {"model": "tiny:kept", "messages": [{"role": "user", "content": QUESTION}]}
     with serving(tmp_path, mac_tiny) as running, running.client() as client:
         place = make(client, "kept", ("press", PRESS), ("bridge", BRIDGE))
-        make(client, "gone", ("press", PRESS), secure_delete=True, retriever="none")
+        make(client, "gone", ("press", PRESS), retriever="none")
         label = client.post(f"{place}/backup").json()["backup"]
         first = client.post("/v1/chat/completions", json=question).json()
         client.delete("/v1/banks/gone").raise_for_status()

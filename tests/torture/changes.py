@@ -18,6 +18,7 @@ from unittest.mock import patch
 import typer
 
 from mac_rag.bank import MemoryBank
+from mac_rag.bank.bm25 import BankBM25Retriever
 from mac_rag.bank.copies import backup, restore
 from mac_rag.bank.verify import verify
 from mac_rag.cli.main import app
@@ -128,7 +129,7 @@ def _restore(folder: Path, model: MACModel) -> None:
 
 def _command(folder: Path, model: MACModel) -> None:
     arguments = ["adapt", str(folder / "rows.jsonl"), "--bank", str(folder / "bank")]
-    arguments += ["--retriever", "bm25", "--retriever-folder", str(folder / "texts")]
+    arguments += ["--retriever", "bm25"]  # whose index is in the bank's file
     with patch.object(MACModel, "from_pretrained", lambda *_, **__: model):
         if typer.main.get_command(app).main(arguments, standalone_mode=False):  # the exit code of Ctrl-C
             raise KeyboardInterrupt
@@ -244,6 +245,9 @@ class Interrupted:
                 assert not (found := difference(engine.bank, engine.retriever)), found
         self.run(folder)
         self._check_bank(folder, self._states[-1:])
+        if self.name == "adapt, by command":
+            with MemoryBank.open(folder / "bank") as bank:
+                assert set(BankBM25Retriever(bank).content_hashes()) == {each.id for each in NEW}
         if _texts_state(folder / "texts") != after:
             raise Lost("the retriever, made again, is another")
         with MemoryBank.open(folder / "bank") as bank:

@@ -32,8 +32,8 @@ def test_a_damaged_file_is_refused_or_read_as_it_was_meant(part: str, trials: in
                 torture.trial(seed)
 
 
-@pytest.mark.parametrize(("part", "seeds"), [("power_loss", range(0, 6400, 400)), ("faults", range(0, 8000, 250))])
-def test_what_the_system_refuses_or_loses(part: str, seeds: range) -> None:
+@pytest.mark.parametrize(("part", "seeds"), [("power_loss", range(0, 6400, 400)), ("kills", range(8))])
+def test_what_a_loss_of_power_and_a_kill_leave(part: str, seeds: range) -> None:
     """In a process whose calls of the system can be watched."""
     command = [sys.executable, "-m", "tests.torture", part, "--seed", *map(str, seeds)]
     done = subprocess.run(command, env=preloading(), capture_output=True, text=True, timeout=300)
@@ -45,12 +45,6 @@ def test_tenants() -> None:
         torture = make("tenants", place)
         for seed in range(12):
             torture.trial(seed)
-
-
-def test_killed_writers() -> None:
-    command = [sys.executable, "-m", "tests.torture", "kills", "--seed", *map(str, range(8))]
-    done = subprocess.run(command, env=preloading(), capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr[-3000:]
 
 
 def _soak(report: Path) -> None:
