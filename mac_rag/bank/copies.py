@@ -58,7 +58,9 @@ def restore(source: str | Path, path: str | Path, *, replace: bool = False) -> i
             mine, theirs = Settings.read(database.writer), Settings.read(saved.connection)
             check_same_kind(theirs, source, mine, path)
             version = max(mine.version, theirs.version) + 1
-            _renumber(copy, version, max(mine.next_sequence, theirs.next_sequence))
+            numbers = {"version": version, "changes_since": version}
+            numbers["next_sequence"] = max(mine.next_sequence, theirs.next_sequence)
+            _put_after(copy, theirs.model_copy(update=numbers))
             _replace(database, copy)
         return len(saved)
 
@@ -93,15 +95,14 @@ def take_over(path: Path, copy: Path) -> None:
             _replace(database, copy)
 
 
-def _renumber(path: Path, version: int, next_sequence: int) -> None:
+def _put_after(path: Path, settings: Settings) -> None:
     """Makes a copy a commit that comes after all others of the bank whose place it takes."""
     with closing(Connection(path, write=True)) as link:
         link.write("BEGIN IMMEDIATE")
-        numbers = {"version": version, "changes_since": version, "next_sequence": next_sequence}
-        link.write(PUT_SETTING, setting_rows(numbers.items()))
+        link.write(PUT_SETTING, setting_rows(settings.by_name))
         link.write("DELETE FROM change")
         link.write("UPDATE bm25 SET lineage = ?", [(secrets.token_hex(8),)])
-        link.write("INSERT INTO writer VALUES (?, ?)", [(version, secrets.token_hex(8))])
+        link.write("INSERT INTO writer VALUES (?, ?)", [(settings.version, secrets.token_hex(8))])
         link.write("COMMIT")
 
 

@@ -29,6 +29,7 @@ import stat
 import tempfile
 import threading
 import weakref
+import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
 from datetime import UTC, datetime
@@ -71,6 +72,7 @@ SCHEMA = (
 )
 # Endings of the files beside a bank: of SQLite, the lock, the derived keys, and a file that is not complete yet.
 WAL, SHM, LOCK, KEYS, UNFINISHED = "-wal", "-shm", "-lock", "-keys", "-new"
+_CRC = "crc"  # name of the setting that is the checksum of the others
 _OLDEST = (3, 37, 0)  # the first SQLite with strict tables
 _PAGE = 4096  # bytes; of larger pages more stays empty, whatever the size of a row
 _KEPT = 4  # connections that nobody uses, and that are not closed
@@ -390,7 +392,7 @@ class Database:
         Args:
             path: the file.
             source: what it holds: a copy of another bank; None for nothing but settings.
-            settings: settings by name; others stay those of the copy.
+            settings: all settings by name; none to keep those of the copy.
 
         Raises:
             BankError: when there is something of this name, or the file cannot be written.
@@ -547,20 +549,29 @@ def read_settings(connection: Connection) -> dict[str, Any]:
     """The settings of a bank by name.
 
     Raises:
-        DamageError: when one of them is not JSON.
+        DamageError: when they are not what was written.
     """
+    rows = dict(connection.rows("SELECT name, value FROM setting"))
     try:
-        return {name: json.loads(value) for name, value in connection.rows("SELECT name, value FROM setting")}
+        if rows.pop(_CRC, None) != settings_crc(rows):
+            raise ValueError("the checksum of its settings differs")
+        return {name: json.loads(value) for name, value in rows.items()}
     except (ValueError, TypeError, RecursionError) as error:
-        raise DamageError(f"{connection.path} is damaged: a setting is not JSON: {error}") from error
+        raise DamageError(f"{connection.path} is damaged: {error}; restore it from a backup") from error
 
 
 PUT_SETTING = "INSERT OR REPLACE INTO setting (name, value) VALUES (?, ?)"
 
 
 def setting_rows(settings: Iterable[tuple[str, Any]]) -> list[tuple[str, str]]:
-    """Settings as `PUT_SETTING` takes them."""
-    return [(name, json.dumps(value)) for name, value in settings]
+    """All settings as `PUT_SETTING` takes them, with their checksum; nothing for none."""
+    rows = {name: json.dumps(value) for name, value in settings}
+    return [*rows.items(), (_CRC, settings_crc(rows))] if rows else []
+
+
+def settings_crc(rows: dict[str, str]) -> str:
+    """The setting `crc`, from the values of the others by name, as they are written."""
+    return str(zlib.crc32("\n".join(f"{name} {rows[name]}" for name in sorted(rows)).encode()))
 
 
 def _new_file(path: Path, settings: Iterable[tuple[str, Any]], *, durable: bool = True) -> None:

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from mac_rag.bank import MemoryBank, database
 from mac_rag.bank.bank import Contents
+from mac_rag.bank.database import settings_crc
 from mac_rag.bank.rows import RowLayout
 from mac_rag.data.types import Document
 from mac_rag.errors import BankError
@@ -121,6 +122,14 @@ def alter(path: Path, statement: str, *values: Any) -> None:
     """Changes a bank's file behind its back."""
     with closing(sqlite3.connect(path, isolation_level=None)) as connection:
         assert connection.execute(statement, values).rowcount
+
+
+def alter_setting(path: Path, name: str, value: str) -> None:
+    """Changes a setting of a bank, with the checksum that fits."""
+    alter(path, "INSERT OR REPLACE INTO setting VALUES (?, ?)", name, value)
+    with closing(sqlite3.connect(path, isolation_level=None)) as connection:
+        rows = dict(connection.execute("SELECT name, value FROM setting WHERE name <> 'crc'"))
+    alter(path, "UPDATE setting SET value = ? WHERE name = 'crc'", settings_crc(rows))
 
 
 def files_of(path: Path) -> bytes:

@@ -25,7 +25,7 @@ from mac_rag.bank.verify import verify
 from mac_rag.data.types import Document
 from mac_rag.errors import DamageError, MACError
 from mac_rag.nn.product_quantizer import ProductQuantizer
-from tests.bank.helpers import TOKENS, WIDTH, alter, fast_folder, memory
+from tests.bank.helpers import TOKENS, WIDTH, alter, alter_setting, fast_folder, memory
 
 MODEL = "f00d" * 16
 NAMES = ["a", "b", "ü/..\\\n", "d", "e"]
@@ -275,7 +275,7 @@ def test_settings_that_cannot_be(folder: Path, name: str) -> None:
     written, expected = example("bf16")
     for value in SETTINGS[name]:
         (folder / "bank").write_bytes(written)
-        alter(folder / "bank", "INSERT OR REPLACE INTO setting VALUES (?, ?)", name, value)
+        alter_setting(folder / "bank", name, value)
         assert check(folder / "bank", expected), value
         assert not verify(folder / "bank").clean
 
