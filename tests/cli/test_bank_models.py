@@ -10,7 +10,7 @@ import pytest
 
 from mac_rag.bank import MemoryBank
 from mac_rag.model import MACModel
-from tests.bank.helpers import alter
+from tests.bank.helpers import alter_setting
 from tests.cli.helpers import refusal, run
 
 
@@ -85,7 +85,7 @@ def test_nothing_is_fetched_because_a_bank_says_so(bank: Path, name: str, monkey
 
 def note(bank: Path, name: str | None) -> None:
     """Has a bank say that a model of this name has written it."""
-    alter(bank, "UPDATE setting SET value = ? WHERE name = 'model'", json.dumps(name))
+    alter_setting(bank, "model", json.dumps(name))
 
 
 def test_a_bank_that_names_no_model(bank: Path, checkpoint: Path) -> None:
