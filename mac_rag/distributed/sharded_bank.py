@@ -36,14 +36,14 @@ class ShardedSnapshot(ShardedContents):
     The shards keep the states that it refers to as long as it is in use.
 
     Attributes:
-        is_held: False once it was released.
+        holders: how many use it: each has taken it from the bank, and not released it.
     """
 
-    is_held = True
+    holders = 0
 
     def release(self) -> None:
-        """Lets the shards drop the states that it refers to."""
-        self.is_held = False
+        """Lets the shards drop the states that it refers to, if nobody else uses it."""
+        self.holders = max(0, self.holders - 1)
 
     @cached_property
     def timeline(self) -> Timeline:
@@ -101,7 +101,7 @@ class ShardedBank(ShardedContents):
         self._must_finish = False  # True if only some shards committed a change of bank and retriever
         self._snapshots: WeakSet[ShardedSnapshot] = WeakSet()
         self._on_disk = [directory.copy() for directory in found]
-        self._committed = self.snapshot()
+        self._committed = self._snapshot_of(self.directories)
 
     @classmethod
     def create(
@@ -170,19 +170,23 @@ class ShardedBank(ShardedContents):
     def committed(self) -> ShardedSnapshot:
         """The contents after the last commit."""
         self.shards.take_restarted(self._take, wait=False)
-        return self._committed
+        with self._look:
+            self._committed.holders += 1
+            return self._committed
 
     def snapshot(self) -> ShardedSnapshot:
         """The current contents, including uncommitted changes; later changes of the bank do not affect the snapshot."""
         self.shards.take_restarted(self._take, wait=False)
-        return self._snapshot_of(self.directories)
+        with self._look:
+            snapshot = self._snapshot_of(self.directories)
+            snapshot.holders += 1
+            return snapshot
 
     def _snapshot_of(self, directories: Sequence[ShardDirectory]) -> ShardedSnapshot:
         with self._look:
             states = [directory.version for directory in directories]
             for snapshot in self._snapshots:
                 if snapshot.states == states:
-                    snapshot.is_held = True
                     return snapshot
             self.version += 1
             snapshot = ShardedSnapshot(
@@ -393,7 +397,8 @@ class ShardedBank(ShardedContents):
         """Versions of a shard that snapshots still use."""
         opening, _ = self.directories[number].version
         with self._look:
-            states = [snapshot.states[number] for snapshot in self._snapshots if snapshot.is_held]
+            used = [one for one in self._snapshots if one.holders or one is self._committed]
+            states = [snapshot.states[number] for snapshot in used]
         return {version for name, version in states if name == opening}
 
     def _check_changeable(self) -> None:

@@ -7,6 +7,7 @@ documents in `rows.jsonl`.
 
 from __future__ import annotations
 
+import gc
 import json
 import shutil
 from collections.abc import Callable, Iterator, Sequence
@@ -176,6 +177,7 @@ def bank_state(bank: MemoryBank) -> State:
 
 def leftovers(bank: Path) -> set[str]:
     """Files beside a bank that is open nowhere; there should be none, but the lock of one that was killed."""
+    gc.collect()  # an interrupt may have left connections in a circle of references
     return {file.name for file in bank.parent.glob(f"{bank.name}-*")} - {f"{bank.name}-lock"}
 
 
