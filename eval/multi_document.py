@@ -63,9 +63,7 @@ def main(
     count = len(dataset.questions)
     if not count:
         raise ConfigError(f"--documents {documents} are too few for a question about several; give 30 or more")
-    say(
-        f"Generated newswire: {len(dataset.documents):,} documents, {len(dataset.questions):,} questions, split {split}"
-    )
+    say(f"Generated newswire: {len(dataset.documents):,} documents, {count:,} questions, split {split}")
 
     from eval.harness.kept_answers import KeptAnswers, answer_source
     from eval.harness.protocol import run_protocol

@@ -15,7 +15,6 @@ import zlib
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence, Set
 from contextlib import contextmanager, suppress
 from functools import partial
-from itertools import islice
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple, TypeAlias
 
@@ -60,7 +59,6 @@ __all__ = ["BankEntry", "Contents", "MemoryBank", "Snapshot"]
 Summarise: TypeAlias = Callable[[Tensor], Tensor]
 
 _PAGE = 512  # entries that are read in one query
-_MOST = 500  # values of a query
 _SUMMARIES = 8192  # rows whose summaries are read in one query
 # From this many rows on, the keys of a bank are kept in a file of their own, which takes less time to read.
 _MANY_ROWS = 20_000
@@ -342,13 +340,9 @@ class Contents:
 
     def marks_of(self, sequence: int) -> list[tuple[int, int]]:
         """Of each document of an entry the hash of its id and its moment, as the directory has them."""
-        return [
-            (hashed, moment)
-            for hashed, moment in self.connection.rows(
-                "SELECT hash, moment FROM document WHERE key >= ? AND key < ? ORDER BY key",
-                (sequence << PART_BITS, (sequence + 1) << PART_BITS),
-            )
-        ]
+        return self.connection.rows(
+            "SELECT hash, moment FROM document WHERE key >= ? AND key < ? ORDER BY key", _span(sequence)
+        )
 
     @property
     def row_keys(self) -> Tensor:
@@ -384,11 +378,10 @@ class Contents:
             return allowed.rows_of(self)
         if not isinstance(allowed, Set) or len(allowed) > len(self):
             return rows_allowed(self.row_members, allowed)
-        names = (name for name in allowed if isinstance(name, str) and fault_of(name) is None)
+        names = [name for name in allowed if isinstance(name, str) and fault_of(name) is None]
         found: dict[int, int] = {}  # sequence number of an entry -> how many of its documents are allowed
-        while some := list(islice(names, _MOST)):
-            for (key,) in self.connection.rows(f"SELECT key FROM document WHERE id IN ({_marks(some)})", some):
-                found[key >> PART_BITS] = found.get(key >> PART_BITS, 0) + 1
+        for (key,) in self.connection.rows_in("SELECT key FROM document WHERE id IN ({})", names):
+            found[key >> PART_BITS] = found.get(key >> PART_BITS, 0) + 1
         directory = self._directory
         counts = torch.zeros(len(directory.sequences), dtype=torch.long)
         sequences = torch.tensor(list(found), dtype=torch.long)
@@ -487,17 +480,13 @@ class Contents:
         if self.layout.lexical_vectors:
             fields = "row.key, codes, row.crc, summary, places, weights, overview.crc"
             source = "row LEFT JOIN overview ON overview.key = row.key"
+        statement = f"SELECT {fields} FROM {source} WHERE row.key"
+        found: Iterable[Any]
         if len(keys) > 1 and list(keys) == list(range(keys[0], keys[0] + len(keys))):
-            where, values = "row.key BETWEEN ? AND ?", [[keys[0], keys[-1]]]
+            found = self.connection.rows(f"{statement} BETWEEN ? AND ?", (keys[0], keys[-1]))
         else:
-            different = list(dict.fromkeys(keys))
-            values = [different[first : first + _MOST] for first in range(0, len(different), _MOST)]
-            where = "row.key IN ({})"
-        found: dict[int, list[Any]] = {}
-        for some in values:
-            rows = self.connection.rows(f"SELECT {fields} FROM {source} WHERE {where.format(_marks(some))}", some)
-            found |= {key: blobs for key, *blobs in rows}
-        return found
+            found = self.connection.rows_in(f"{statement} IN ({{}})", list(dict.fromkeys(keys)))
+        return {key: blobs for key, *blobs in found}
 
     def _missing(self, key: int) -> BankError:
         named = self.connection.rows("SELECT count(*) FROM document WHERE key >> ? = ?", (PART_BITS, key >> PART_BITS))
@@ -507,9 +496,7 @@ class Contents:
 
     def _damaged(self, key: int, fault: str) -> DamageError:
         entry = key >> PART_BITS
-        found = self.connection.rows(
-            "SELECT id FROM document WHERE key >= ? AND key < ?", (entry << PART_BITS, (entry + 1) << PART_BITS)
-        )
+        found = self.connection.rows("SELECT id FROM document WHERE key >= ? AND key < ?", _span(entry))
         names = ", ".join(f"{name!r:.80}" for (name,) in found[:3]) or f"entry {entry:,}"
         return DamageError(f"{self.connection.path} is damaged: the memory tokens of {names}: {fault}{_REMEDY}")
 
@@ -743,12 +730,10 @@ class MemoryBank(Contents):
         if self._added or self._removed:
             directory = self._state.directory
             added = [record for record in self._added if record.sequence not in self._removed]
-            self._state = self._state._replace(
-                directory=directory.without(self._removed).joined(Directory.of(added))
-                if added
-                else directory.without(self._removed),
-                keys=None if self._removed else self._state.keys,
-            )
+            directory = directory.without(self._removed)
+            if added:
+                directory = directory.joined(Directory.of(added))
+            self._state = self._state._replace(directory=directory, keys=None if self._removed else self._state.keys)
             self._added, self._removed = [], set()
         return self._state
 
@@ -914,11 +899,7 @@ class MemoryBank(Contents):
         self._touched.update(sequences)
         self._removed.update(sequences)
         state = self._now
-        for first in range(0, len(sequences), _MOST):
-            some = ",".join(map(str, sequences[first : first + _MOST]))
-            found = Directory.read(self.connection, f"sequence IN ({some})")
-            state = state._replace(directory=state.directory.joined(found))
-        self._state = state
+        self._state = state._replace(directory=state.directory.with_entries(self.connection, sequences))
         self.version += 1
 
     def merge(self, document_ids: Iterable[str], phi: Tensor) -> None:
@@ -1089,16 +1070,12 @@ class MemoryBank(Contents):
 
     def _entries_of(self, link: Connection, names: Sequence[str]) -> list[int]:
         """Sequence numbers of the entries of documents, ascending; none for those that the bank does not hold."""
-        found: set[int] = set()
-        for first in range(0, len(names), _MOST):
-            some = names[first : first + _MOST]
-            keys = link.rows(f"SELECT key FROM document WHERE id IN ({_marks(some)})", some)
-            found |= {key >> PART_BITS for (key,) in keys}
-        return sorted(found)
+        found = link.rows_in("SELECT key FROM document WHERE id IN ({})", names)
+        return sorted({key >> PART_BITS for (key,) in found})
 
     def _delete(self, link: Connection, sequences: Sequence[int]) -> tuple[str, ...]:
         """Deletes entries; returns the ids of all their documents."""
-        spans = [(sequence << PART_BITS, (sequence + 1) << PART_BITS) for sequence in sequences]
+        spans = [_span(sequence) for sequence in sequences]
         names = [
             name
             for span in spans
@@ -1403,9 +1380,7 @@ def _read_state(link: Connection, former: State | None) -> State:
     base = base.without(changed)
     if changed:
         keys = None
-        for first in range(0, len(changed), _MOST):
-            some = ",".join(map(str, changed[first : first + _MOST]))
-            base = base.joined(Directory.read(link, f"sequence IN ({some}) AND sequence < {known.next_sequence}"))
+        base = base.with_entries(link, [one for one in changed if one < known.next_sequence])
     base = base.joined(Directory.read(link, f"sequence >= {known.next_sequence}"))
     return State(settings, _checked_directory(link, base, settings), quantizer, writer, keys)
 
@@ -1484,5 +1459,6 @@ def _crc(*fields: str) -> int:
     return zlib.crc32("\0".join(fields).encode("utf-8", "surrogatepass"))
 
 
-def _marks(values: Sequence[Any]) -> str:
-    return ",".join("?" * len(values))
+def _span(sequence: int) -> tuple[int, int]:
+    """The first key of an entry, and the first one after it."""
+    return sequence << PART_BITS, (sequence + 1) << PART_BITS

@@ -21,14 +21,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mac_rag.bank.bank import Contents, MemoryBank
-from mac_rag.bank.database import Connection
+from mac_rag.bank.database import MOST_VALUES, Connection
 from mac_rag.data.types import Document
 from mac_rag.errors import ConfigError, DamageError
 from mac_rag.retrieval.base import DocumentRows, Hit, check_documents
 from mac_rag.retrieval.bm25 import BM25Retriever, Idf, Postings, Terms, Tokenizer
 from mac_rag.untrusted_files import METADATA_DEPTH, parse_json
 
-_MOST = 500  # values of a query
 _READ = (
     "SELECT bm25_document.key, bm25_document.id, bm25_document.metadata, coalesce(bm25_document.text, text.text), "
     "words, bm25_document.crc FROM bm25_document LEFT JOIN document ON document.id = bm25_document.id "
@@ -255,14 +254,14 @@ class BankBM25Retriever(BM25Retriever):
                 self._numbers[self._term_of.pop(number)] = -1
         self._next_word = next_word
         missing = np.setdiff1d(keys, mine).tolist()
-        for first in range(0, len(missing), _MOST):
-            self._read(link, missing[first : first + _MOST], settings.is_current)
+        for first in range(0, len(missing), MOST_VALUES):
+            self._read(link, missing[first : first + MOST_VALUES], settings.is_current)
         if len(missing) and len(mine) and missing[0] < mine[-1]:
             self._sort()
 
     def _read(self, link: Connection, keys: list[int], is_current: bool) -> None:
         """Reads documents of the file, and adds them after the others."""
-        found = [_Row(*row) for row in link.rows(_READ.format(",".join("?" * len(keys))), keys)]
+        found = [_Row(*row) for row in link.rows_in(_READ, keys)]
         if [row.key for row in found] != keys:
             raise _damage(link, "documents are missing")
         documents = [row.document(link) for row in found]
@@ -278,19 +277,15 @@ class BankBM25Retriever(BM25Retriever):
         """The terms of documents, from the numbers of their words."""
         numbers, places = np.unique(np.concatenate(documents), return_inverse=True)
         unknown = [number for number in numbers.tolist() if number not in self._term_of]
-        for first in range(0, len(unknown), _MOST):
-            some = unknown[first : first + _MOST]
-            for number, word, crc in link.rows(
-                f"SELECT number, word, crc FROM bm25_word WHERE number IN ({','.join('?' * len(some))})", some
-            ):
-                if not isinstance(word, str) or zlib.crc32(word.encode()) != crc:
-                    raise _damage(link, f"word {number}: its checksum differs")
-                term = self._vocabulary.setdefault(word, len(self._vocabulary))
-                if term == len(self._numbers):
-                    self._numbers.append(-1)
-                self._term_of.pop(self._numbers[term], None)
-                self._numbers[term] = number
-                self._term_of[number] = term
+        for number, word, crc in link.rows_in("SELECT number, word, crc FROM bm25_word WHERE number IN ({})", unknown):
+            if not isinstance(word, str) or zlib.crc32(word.encode()) != crc:
+                raise _damage(link, f"word {number}: its checksum differs")
+            term = self._vocabulary.setdefault(word, len(self._vocabulary))
+            if term == len(self._numbers):
+                self._numbers.append(-1)
+            self._term_of.pop(self._numbers[term], None)
+            self._numbers[term] = number
+            self._term_of[number] = term
         try:
             terms = np.array([self._term_of[number] for number in numbers.tolist()], dtype=np.int32)[places]
         except KeyError as error:
@@ -344,18 +339,16 @@ def index_faults(contents: Contents) -> Iterator[str]:
     if settings is None and (keys or known):
         yield "the index has no settings"
     used: set[int] = set()
-    for first in range(0, len(keys), _MOST):
-        some = keys[first : first + _MOST]
-        for row in (_Row(*found) for found in link.rows(_READ.format(",".join("?" * len(some))), some)):
-            try:
-                row.document(link)
-                numbers = set(row.numbers.tolist())
-            except DamageError as error:
-                yield str(error).removeprefix(f"{link.path} is damaged: ")
-                continue
-            if numbers - known:
-                yield f"the index of document {row.id!r:.80}: a word is missing"
-            used |= numbers
+    for row in (_Row(*found) for found in link.rows_in(_READ, keys)):
+        try:
+            row.document(link)
+            numbers = set(row.numbers.tolist())
+        except DamageError as error:
+            yield str(error).removeprefix(f"{link.path} is damaged: ")
+            continue
+        if numbers - known:
+            yield f"the index of document {row.id!r:.80}: a word is missing"
+        used |= numbers
     if known - used:
         yield f"{len(known - used):,} words of the index belong to no document"
 

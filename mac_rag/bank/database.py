@@ -75,6 +75,7 @@ WAL, SHM, LOCK, KEYS, UNFINISHED = "-wal", "-shm", "-lock", "-keys", "-new"
 _CRC = "crc"  # name of the setting that is the checksum of the others
 _OLDEST = (3, 37, 0)  # the first SQLite with strict tables
 _PAGE = 4096  # bytes; of larger pages more stays empty, whatever the size of a row
+MOST_VALUES = 500  # of one query
 _KEPT = 4  # connections that nobody uses, and that are not closed
 _WAIT = 10.0  # seconds for another process to end its commit, or to close the bank
 _NO_ROOM = "nothing was changed: free some space on the disk, and do it again"
@@ -234,6 +235,16 @@ class Connection:
         """
         with self._turn, database_errors(self.path, what):
             return self._connection.execute(statement, values).fetchall()
+
+    def rows_in(self, statement: str, values: Values) -> Iterator[Any]:
+        """Yields the rows of a statement with `{}` in place of any number of values, which takes several queries.
+
+        Raises:
+            BankError: see `database_errors`.
+        """
+        for first in range(0, len(values), MOST_VALUES):
+            some = values[first : first + MOST_VALUES]
+            yield from self.rows(statement.format(",".join("?" * len(some))), some)
 
     def write(self, statement: str, many: Iterable[Values] | None = None) -> None:
         """Executes a statement, with `many` once for each of their values.

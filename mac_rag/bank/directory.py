@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mac_rag.bank.database import PART_BITS, SEQUENCES, Connection
+from mac_rag.bank.database import MOST_VALUES, PART_BITS, SEQUENCES, Connection
 from mac_rag.data.dates import ALWAYS
 from mac_rag.data.document_ids import id_hash
 from mac_rag.data.provenance import Member
@@ -210,6 +210,14 @@ class Directory:
             return cls(sequences, Timeline(hashes, dating, members, rows))
         except (ValueError, TypeError, OverflowError, RuntimeError, struct.error) as error:
             raise DamageError(f"{connection.path} is damaged: {error}; restore it from a backup") from error
+
+    def with_entries(self, connection: Connection, sequences: Sequence[int]) -> Directory:
+        """This one, and those of some entries that a bank holds; see `read`."""
+        directory = self
+        for first in range(0, len(sequences), MOST_VALUES):
+            some = ",".join(map(str, sequences[first : first + MOST_VALUES]))
+            directory = directory.joined(Directory.read(connection, f"sequence IN ({some})"))
+        return directory
 
     def joined(self, other: Directory) -> Directory:
         """This one, and the entries of another among them."""

@@ -116,7 +116,7 @@ class ProjectedBank:
         prior, is_kept = self.network.prior is not None, keeps_overview(self.network, self.bank)
         # On a CPU a prior may have few rows read, so that projecting all of them can wait until a question needs them.
         projects = fits and (bool(self._pieces) or not (is_kept and self.device.type == "cpu"))
-        # New rows stand behind all others, so the rows that are known already come first. A bank with another order, or
+        # New rows come after all others, so the rows that are known already come first. A bank with another order, or
         # one that is projected for the first time, is read from the first unknown row on.
         is_known = torch.isin(row_keys, self._row_keys, assume_unique=True)
         first = int(is_known.long().cumprod(0).sum()) if self._pieces or not projects else 0

@@ -263,7 +263,7 @@ def test_abstention_in_every_way_of_answering(model_folder: Folder, share: float
     assert answers == lm.generate(prompts, None, max_new_tokens=1, num_beams=2)
     assert answers == ["".join(lm.stream(prompt, None, max_new_tokens=1)) for prompt in prompts]
     longer = lm.generate(prompts, None, max_new_tokens=3)
-    assert all(answer.endswith(2 * word) for answer in longer)  # behind the first token nothing is changed
+    assert all(answer.endswith(2 * word) for answer in longer)  # after the first token nothing is changed
     handle.remove()
 
 

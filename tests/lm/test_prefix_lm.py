@@ -270,7 +270,7 @@ def test_each_document_is_read_as_if_it_stood_alone(parallel_lm: BaseLM) -> None
 
 
 def test_the_loss_over_parallel_documents_in_float64(prefix_lm_folder: Path) -> None:
-    """The documents' keys and values are those of passes of their own, and the rest is read behind all of them."""
+    """The documents' keys and values are those of passes of their own, and the rest is read after all of them."""
     lm = BaseLM.load(BaseLMConfig(name=str(prefix_lm_folder)), FORMAT, torch.device("cpu")).double()
     answer = lm.prompts.answer("Riga")
     rows = [[], TEXTS[:1], TEXTS[:2], TEXTS]

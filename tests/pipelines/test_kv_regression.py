@@ -265,7 +265,7 @@ def with_slots(count: int) -> MACModel:
 
 @torch.no_grad()
 def divergence(model: MACModel) -> float:
-    """How far predictions behind all slots are from those behind the first one (KL), on held-out questions."""
+    """How far predictions after all slots are from those after the first one (KL), on held-out questions."""
     held_out, prompts = generate("val", 40), model.base_lm.prompts
     questions = [question.question for question in held_out.questions]
     phi = model.aggregate(questions, model.amortize([document.text for document in held_out.documents]))
