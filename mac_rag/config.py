@@ -484,3 +484,49 @@ class MACConfig(Config):
         if self.hashed_bm25 is None:
             return 0
         return self.hashed_bm25.vectors + (self.hashed_bm25.years is not None)
+
+
+class OwnKVConfig(Config):
+    """A model whose memory is its LM's own keys and values; see `mac_rag.model.own_kv`.
+
+    Examples:
+        >>> OwnKVConfig(base_lm=BaseLMConfig(name="HuggingFaceTB/SmolLM2-135M-Instruct"), lm_digest="").memory_tokens
+        2048
+
+    Attributes:
+        base_lm: the LM.
+        lm_digest: sha256 of the LM's weights and tokenizer, which the folder of the model does not hold.
+        prompt: how a conversation is written; `chat` if the tokenizer has a chat template.
+        turn: what the user says, with `{document}` and after it `{question}`.
+        adapter: True if the folder holds low-rank updates of the LM, trained by `pipelines.tune_reading`.
+        bytes_per_token: bytes that a document's token takes in a bank; None keeps all keys and values as they are.
+        codec_group: neighbouring layers of the LM that share a PCA.
+        bias_scale: what a document's BM25 score, relative to the best one, is multiplied with before it is added to
+            the attention logits of its tokens.
+        max_document_tokens: longest row of a document.
+        memory_tokens: most tokens of documents that a question sees.
+        max_new_tokens: longest answer, in tokens.
+        context_window: tokens of the prompt beside documents in memory; None for all positions of the LM.
+    """
+
+    base_lm: BaseLMConfig
+    lm_digest: str
+    prompt: PromptFormat = PromptFormat()
+    turn: str = "Context: {document}\n\nAnswer in a few words of the context.\n\nQuestion: {question}"
+    adapter: bool = False
+    bytes_per_token: int | None = Field(None, ge=1)
+    codec_group: int = Field(1, ge=1)
+    bias_scale: float = Field(0.5, ge=0)
+    max_document_tokens: int = Field(1024, ge=8)
+    memory_tokens: int = Field(2048, ge=8)
+    max_new_tokens: int = Field(64, ge=1)
+    context_window: int | None = Field(None, ge=1)
+
+    @property
+    def memory_weight(self) -> float:
+        """1: the opening of a prompt is a part of the memory, so nothing is decoded without it."""
+        return 1.0
+
+    @property
+    def languages(self) -> None:
+        """None: nobody says which languages the LM reads."""

@@ -77,7 +77,7 @@ def check_modulation(config: Any, kind: str) -> None:
 
     Args:
         config: the LM's transformers configuration.
-        kind: `prefix`, `lora`, `film` or `prompt`.
+        kind: `prefix`, `lora`, `film` or `prompt`; or `own-kv` for a memory of the LM's own keys and values.
 
     Raises:
         ModelLoadError: for such an LM; the message names the reason and the modulation that works.
@@ -103,7 +103,13 @@ def check_modulation(config: Any, kind: str) -> None:
             f"{name} cannot read a memory as a part of its prompt: its attention takes no segments, so the memory "
             "tokens before the question would not see it; set modulation.kind to prefix"
         )
-    reason = _against_prefix(config, lm_class) if kind == "prefix" else None
+    reason = _against_prefix(config, lm_class) if kind in ("prefix", "own-kv") else None
+    if reason is None and kind == "own-kv" and getattr(config, "alibi", False):
+        reason = "it counts the distance of tokens in its attention mask (ALiBi), where parallel documents have none"
+    if reason is None and kind == "own-kv" and getattr(config, "attention_chunk_size", None):
+        reason = "some of its layers attend within chunks of a text, which parallel documents do not share"
+    if reason is not None and kind == "own-kv":
+        raise ModelLoadError(f"{name} cannot remember by its own keys and values: {reason}; take another LM")
     if reason is not None:
         raise ModelLoadError(f"{name} cannot carry a prefix: {reason}; set modulation.kind to lora or film")
 

@@ -141,13 +141,19 @@ class BaseLM(nn.Module):
             ids: L token ids.
             modulation: modulation of one row; its prefix comes before the text. None for the LM alone.
         """
-        rows, mask, positions, _ = self._padded([ids], modulation)
+        return self.keys_values_of([ids], modulation)[0]
+
+    @torch.no_grad()
+    def keys_values_of(self, texts: Sequence[Sequence[int]], modulation: Modulation | None = None) -> list[Tensor]:
+        """As `keys_values`, for B texts in one batch, with a modulation of B rows."""
+        rows, mask, positions, _ = self._padded(texts, modulation)
         # Without a configuration a cache keeps all positions, also in layers with a sliding window.
         cache = self._cache(modulation) or DynamicCache()
         segments = self.architecture.segment_arguments(torch.ones_like(rows))
         self._read(rows, mask, positions, cache, modulation, segments)
-        layers = torch.stack([torch.stack([layer[0][0], layer[1][0]]).to(self.device) for layer in cache])
-        return layers[..., -len(ids) :, :]
+        # [layers, 2, B, kv_heads, L, head_width], padded on the left
+        layers = torch.stack([torch.stack(layer[:2]).to(self.device) for layer in cache])
+        return [layers[:, :, row, :, layers.shape[4] - len(ids) :] for row, ids in enumerate(texts)]
 
     def answer_loss(
         self,
@@ -255,6 +261,8 @@ class BaseLM(nn.Module):
             return self._answers(steps, count, max_new_tokens, sampling)
         if sampling != GREEDY:
             raise ConfigError(f"num_beams is {num_beams}, but beam search takes no {sampling}; set num_beams to 1")
+        if modulation is not None and modulation.next_positions is not None:
+            raise ConfigError(f"num_beams is {num_beams}, but documents in parallel take no beams; set num_beams to 1")
         prompts, modulation, ensemble = _with_and_without(prompts, modulation, weights)
         ids, mask, positions, segment_ids = self._padded(prompts, modulation)
         extractive = self._extractive(sources, ids.shape[1], modulation, ensemble)
@@ -518,6 +526,8 @@ class BaseLM(nn.Module):
             mask = torch.cat([modulation.prefix_mask(mask), mask], 1)
             slots = slot_segments(modulation.slots, modulation.prefix_length) if modulation.slots else []
         positions = (mask.cumsum(1) - 1).clamp(min=0)[:, -length:]
+        if modulation and modulation.next_positions is not None:
+            positions = modulation.next_positions[:, None] + (mask[:, -length:].cumsum(1) - 1).clamp(min=0)
         if slots or any(-1 in row for row in segment_ids):
             shown = modulation.shown_rows(len(rows)) if modulation else 0
             moved = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from mac_rag.errors import ConfigError
@@ -9,6 +10,7 @@ from mac_rag.lm.chat import ChatTemplate, Message
 from mac_rag.lm.text_tokenizer import text_tokenizer
 
 _DOCUMENT, _QUESTION = "{document}", "{question}"
+_SPLIT = "\N{OBJECT REPLACEMENT CHARACTER}{document}\N{OBJECT REPLACEMENT CHARACTER}"  # stands for the documents
 
 
 class BlockPrompt:
@@ -25,6 +27,7 @@ class BlockPrompt:
 
     Attributes:
         opening: ids before every document.
+        texts: the tokenizer of texts.
         end_tokens: ids of the tokens that end an answer.
 
     Raises:
@@ -46,8 +49,9 @@ class BlockPrompt:
             start = [token for token in self.texts.ids("", special=True) if token != tokenizer.eos_token_id]
             head, tail = "", "\nAnswer:"
         else:
-            said = [] if system is None else [Message("system", system)]
-            start, (head, tail) = [], self._chat.around(said)
+            self._said = [] if system is None else [Message("system", system)]
+            start, (head, tail) = [], self._chat.around(self._said)
+        self._before = before
         opening = head + before
         # A space belongs to the word after it: in most vocabularies both are one token.
         self._space = opening[len(opening.rstrip(" ")) :]
@@ -58,10 +62,34 @@ class BlockPrompt:
         """The ids of a document after the opening."""
         return self.texts.ids(self._space + text.strip())
 
-    def question(self, text: str) -> list[int]:
-        """The ids of a question after a document, ending where the answer begins."""
+    def question(self, text: str, contexts: Sequence[str] = ()) -> list[int]:
+        """The ids of a question after a document, ending where the answer begins.
+
+        `contexts` are further documents, whose texts stand before the question.
+        """
         between, after = self._question
-        return self.texts.ids(between + text.strip() + after)
+        return self.texts.ids("".join(f"\n\n{context.strip()}" for context in contexts) + between + text.strip() + after)
+
+    def conversation(self, messages: Sequence[Message]) -> list[int]:
+        """The ids of a conversation after a document, ending where the assistant's answer begins.
+
+        The document stands at the beginning of the first turn. A system message follows it there, since the opening is
+        the same for all conversations.
+
+        Args:
+            messages: the conversation, in turns as the chat template takes them; the last one is the user's.
+
+        Raises:
+            ConfigError: for a tokenizer without a chat template.
+            PromptError: for roles that the template refuses.
+        """
+        if self._chat is None:
+            raise ConfigError("the tokenizer has no chat template, so this LM reads no conversations; ask a question")
+        first = [message.text for message in messages[:2] if message.role == "system"]
+        said = list(messages[len(first) :])
+        text = "\n\n".join([*first, said[0].text])
+        turns = [*self._said, Message("user", f"{self._before}{_SPLIT}\n\n{text}"), *said[1:]]
+        return self.texts.ids(self._chat.written(turns).partition(_SPLIT)[2])
 
     def answer(self, text: str) -> list[int]:
         """The ids of an answer, with the token that ends it."""

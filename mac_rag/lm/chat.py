@@ -117,8 +117,16 @@ class ChatTemplate:
         Raises:
             PromptError: for roles that the template refuses or leaves out.
         """
+        return self._texts.ids(self.written(messages))
+
+    def written(self, messages: Sequence[Message]) -> str:
+        """A conversation up to where the assistant's answer begins, with marked control tokens.
+
+        Raises:
+            PromptError: as `ids`.
+        """
         frame = self._frame(messages, start_answer=True)
-        return self._texts.ids(self._slots.sub(lambda slot: messages[int(slot[1])].text.strip(), frame))
+        return self._slots.sub(lambda slot: messages[int(slot[1])].text.strip(), frame)
 
     def around(self, messages: Sequence[Message]) -> tuple[str, str]:
         """What the template writes before and after the text of a user's turn, up to the answer.
@@ -223,15 +231,15 @@ class ChatPromptEncoder(PromptEncoder):
         texts = list(contexts)
         documents = [self.texts.ids(text) for text in contexts]
         left = sum(map(len, documents))
-        ids = self.chat.ids(self._turns(messages))
+        ids = self.chat.ids(self.turns(messages))
         while room is not None and len(ids) > room and texts:
             left -= len(ids) - room
             texts = [text for text, _ in self.shortened(contexts, documents, left)] if left > 0 else []
-            ids = self.chat.ids(self._turns(_with_shorter(messages, contexts, texts)))
+            ids = self.chat.ids(self.turns(_with_shorter(messages, contexts, texts)))
         return FittedPrompt(question, tuple(ids), tuple(texts), truncated=texts != list(contexts))
 
-    def _turns(self, messages: Sequence[Message]) -> list[Message]:
-        """The conversation in the form that the template takes."""
+    def turns(self, messages: Sequence[Message]) -> list[Message]:
+        """The conversation in the form that the template takes; arguments and errors as for `fit_conversation`."""
         said = [message for message in messages if message.text.strip()]
         if self.format.system is not None and all(message.role != "system" for message in said):
             said.insert(0, Message("system", self.format.system))

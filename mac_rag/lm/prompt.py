@@ -32,6 +32,7 @@ class FittedPrompt:
         contexts: texts of d_1 to d_k as the prompt holds them, possibly cut.
         truncated: True if documents were cut or left out to fit the window.
         question_ids: token ids of the question for the input encoder; empty if no memory is involved.
+        after_memory: token ids after a memory that holds the beginning of the prompt; empty if no memory does.
     """
 
     question: str
@@ -39,6 +40,7 @@ class FittedPrompt:
     contexts: tuple[str, ...]
     truncated: bool = False
     question_ids: tuple[int, ...] = ()
+    after_memory: tuple[int, ...] = ()
 
 
 class PromptEncoder:

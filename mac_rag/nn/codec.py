@@ -11,7 +11,7 @@ as KVTC does for the caches of large LMs. Every token takes the same number of b
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -42,6 +42,7 @@ class Allocation(NamedTuple):
         shift: `[n]`, number of bits below the component in that byte.
         step: `[n]`, the quantizer's step.
         local: for each group, the columns of its basis that have bits.
+        bases: for each group these columns, `[W, len(local)]`.
         to_groups, from_groups: `[n]`, the permutation that sorts the components by group, and its inverse.
     """
 
@@ -51,6 +52,7 @@ class Allocation(NamedTuple):
     shift: Tensor
     step: Tensor
     local: list[Tensor]
+    bases: list[Tensor]
     to_groups: Tensor
     from_groups: Tensor
 
@@ -178,6 +180,39 @@ class KVCodec(nn.Module):
         rounded = _middle(_level(values, allocation), allocation)
         return self._numbers(rounded + (values - values.detach()), allocation)  # the sum equals `rounded` exactly
 
+    def compact(self, bytes_per_token: int) -> dict[str, Tensor]:
+        """What codes of one rate need, for `load_compact`: of the basis only the components with bits, in fp16.
+
+        The codec is left in the state that `load_compact` gives, so that codes are equal before and after.
+        """
+        columns = torch.cat([basis.mT for basis in self.allocation(bytes_per_token).bases]).half()
+        state = {name: getattr(self, name).clone() for name in ("mean", "scale", "eigenvalues")}
+        state["components"] = columns.contiguous()
+        self.load_compact(state, bytes_per_token)
+        return state
+
+    def load_compact(self, state: Mapping[str, Tensor], bytes_per_token: int) -> None:
+        """Loads the result of `compact`; other rates than this one have no components then.
+
+        Raises:
+            ConfigError: for tensors of another codec or rate.
+        """
+        try:
+            for name in ("mean", "scale", "eigenvalues"):
+                getattr(self, name).copy_(state[name].reshape(self.mean.shape))
+            self._allocations.clear()
+            self.basis.zero_()
+            local = self.allocation(bytes_per_token).local
+            parts = state["components"].float().split([len(columns) for columns in local])
+            for basis, columns, part in zip(self.basis, local, parts, strict=True):
+                basis[:, columns] = part.mT.to(basis)
+        except (KeyError, RuntimeError, ValueError) as error:
+            raise ConfigError(
+                f"the codec does not fit an LM with {self.groups} groups of {self.width:,} numbers at {bytes_per_token:,} "
+                f"bytes a token: {error}; make it again for this LM"
+            ) from None
+        self._allocations.clear()
+
     def check_rate(self, bytes_per_token: int) -> None:
         """Refuses an impossible number of bytes per token.
 
@@ -207,13 +242,15 @@ class KVCodec(nn.Module):
         first = bits.cumsum(0) - bits  # powers of two, the largest first: no component spans two bytes
         groups = components // self.width
         to_groups = torch.argsort(groups, stable=True)
+        local = [components[groups == group] % self.width for group in range(self.groups)]
         return Allocation(
             components=components,
             bits=bits.int(),
             step=torch.tensor([QUANTIZERS[count][0] for count in bits.tolist()], device=bits.device),
             byte=first // 8,
             shift=(first % 8).int(),
-            local=[components[groups == group] % self.width for group in range(self.groups)],
+            local=local,
+            bases=[basis[:, columns] for basis, columns in zip(self.basis, local, strict=True)],
             to_groups=to_groups,
             from_groups=torch.argsort(to_groups),
         )
@@ -221,18 +258,15 @@ class KVCodec(nn.Module):
     def _values(self, keys_values: Tensor, allocation: Allocation) -> Tensor:
         """The components that have bits, each divided by its standard deviation: `[tokens, n]`."""
         centred = (self._grouped(keys_values) - self.mean[:, None]) / self.scale[:, None]
-        columns = [centred[group] @ self._basis(allocation, group) for group in range(self.groups)]
+        columns = [numbers @ basis for numbers, basis in zip(centred, allocation.bases, strict=True)]
         return torch.cat(columns, 1).float()[:, allocation.from_groups] / self._deviations(allocation)
 
     def _numbers(self, values: Tensor, allocation: Allocation) -> Tensor:
         """The inverse of `_values`."""
         columns = (values * self._deviations(allocation))[:, allocation.to_groups]
         parts = columns.split([len(local) for local in allocation.local], 1)
-        numbers = torch.stack([part @ self._basis(allocation, group).mT for group, part in enumerate(parts)])
+        numbers = torch.stack([part @ basis.mT for part, basis in zip(parts, allocation.bases, strict=True)])
         return self._ungrouped(numbers * self.scale[:, None] + self.mean[:, None])
-
-    def _basis(self, allocation: Allocation, group: int) -> Tensor:
-        return self.basis[group][:, allocation.local[group]]
 
     def _deviations(self, allocation: Allocation) -> Tensor:
         return self.eigenvalues.flatten()[allocation.components].sqrt()

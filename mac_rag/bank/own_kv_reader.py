@@ -1,0 +1,174 @@
+"""Reads a bank of an LM's own keys and values: which rows a question sees, with which bias, decoded and kept."""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict
+from collections.abc import Container, Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from mac_rag.bank.bank import Contents
+from mac_rag.bank.base_reader import Aggregated, Reader
+from mac_rag.bank.interface import BankContents
+from mac_rag.config import AttentionConfig
+from mac_rag.data.provenance import content_hash
+from mac_rag.data.types import Document
+from mac_rag.errors import ConfigError
+from mac_rag.model import OwnKVModel, ReadRow, ReadRows
+from mac_rag.retrieval.base import Hit, Retriever
+from mac_rag.retrieval.bm25 import BM25Retriever
+
+_CANDIDATES = 64  # documents that the prior finds for a question; a budget of tokens rarely holds as many
+# Of what another retriever than BM25 has found, only the order says how probable a document is: the bias is this
+# number times the logarithm of the rank.
+_RANK_WEIGHT = 2.0
+
+
+class OwnKVReader(Reader):
+    """Reads a bank with the model that wrote it.
+
+    Args:
+        model: the model.
+        bank: a bank that it wrote, or a snapshot of one.
+        config: how many bytes of decoded rows are kept. Attention is always to all rows that can matter.
+        prior: scores all documents of the bank for a question.
+
+    Raises:
+        ConfigError: for an attention strategy other than `streaming`.
+    """
+
+    bank: Contents
+
+    def __init__(self, model: OwnKVModel, bank: Contents, config: AttentionConfig, prior: Retriever) -> None:
+        if config.strategy != "streaming":
+            raise ConfigError(
+                f"strategy {config.strategy!r} is one of aggregation networks, and this model attends with its LM; "
+                "choose 'streaming'"
+            )
+        super().__init__(model, bank, config)
+        self._own = model
+        self._prior = prior
+        self._kept: OrderedDict[int, Tensor] = OrderedDict()  # by key of a row: its decoded keys and values
+        self._row_keys = bank.row_keys
+        self._scores: OrderedDict[tuple[int, str], list[float]] = OrderedDict()
+
+    def follow(self, bank: BankContents) -> None:
+        assert isinstance(bank, Contents)
+        if bank.history != self.bank.history:
+            self._kept.clear()
+        self.bank = bank
+        if bank.row_keys is not self._row_keys:
+            self._row_keys = bank.row_keys
+            held = set(self._row_keys.tolist()) if self._kept else set()
+            for key in [key for key in self._kept if key not in held]:
+                del self._kept[key]
+
+    @property
+    def recent_questions(self) -> tuple[int, int]:
+        return 0, 0
+
+    @torch.no_grad()
+    def aggregate(
+        self,
+        questions: Sequence[str],
+        allowed: Container[str] | None = None,
+        *,
+        ids: Sequence[Sequence[int]] | None = None,
+        mass: bool = False,
+        found: Sequence[Sequence[Hit]] | None = None,
+    ) -> Aggregated:
+        self._visible(allowed)  # raises for an empty bank, and if nothing is allowed
+        asked = list(found or [()] * len(questions))
+        unknown = [place for place, hits in enumerate(asked) if not hits]
+        by_rank = [True] * len(questions)
+        if unknown:
+            hits = self._prior.retrieve([questions[place] for place in unknown], _CANDIDATES, allowed=allowed)
+            for place, row in zip(unknown, hits, strict=True):
+                asked[place] = row
+                by_rank[place] = not isinstance(self._prior, BM25Retriever)
+        candidates = [
+            list(self._candidates(question, hits, rank))
+            for question, hits, rank in zip(questions, asked, by_rank, strict=True)
+        ]
+        chosen = [self._own.chosen(rows) for rows in candidates]
+        decoded = self._decoded([key for rows in chosen for key, _ in rows])
+        phi = ReadRows([[ReadRow(decoded[key], bias) for key, bias in rows] for rows in chosen])
+        shares = [_shares(rows, dict(of)) for rows, of in zip(candidates, chosen, strict=True)]
+        return Aggregated(
+            phi,
+            torch.tensor([max(0.0, 1.0 - sum(share.values())) if share else 0.0 for share in shares]),
+            mass=self._mass(chosen) if mass else None,
+        )
+
+    def prior_evidence(self, questions: Sequence[str], allowed: Container[str] | None = None) -> None:
+        return None
+
+    def apart(self, hits: Sequence[Hit]) -> tuple[list[Hit], list[Hit]]:
+        """The documents that the bank holds with these texts, and the others."""
+        names = {hit.document_id for hit in hits}
+        held = {name: self.bank[name] for name in names if name in self.bank}
+        in_bank, others = [], []
+        for hit in hits:
+            entry = held.get(hit.document_id)
+            known = entry is not None and entry.content_hash == content_hash(
+                Document(hit.document_id, hit.text, hit.metadata)
+            )
+            (in_bank if known else others).append(hit)
+        return in_bank, others
+
+    def _candidates(self, question: str, hits: Sequence[Hit], by_rank: bool) -> Iterator[tuple[int, float, int]]:
+        """Key, bias and number of tokens of each row of some documents, the best first."""
+        rows = self.bank.rows_of([hit.document_id for hit in hits])
+        keys = [key for hit in hits for key in rows.get(hit.document_id, ())]
+        tokens = dict(zip(keys, self.bank.token_counts(keys), strict=True))
+        scale = self._own.config.bias_scale
+        for rank, hit in enumerate(hits, 1):
+            own = rows.get(hit.document_id, [])
+            bias = -_RANK_WEIGHT * math.log(rank) if by_rank else scale * hit.score
+            lower = self._below_best(question, hit, own) if len(own) > 1 else [0.0]
+            for key, less in zip(own, lower):
+                yield key, bias - scale * less, tokens[key]
+
+    def _below_best(self, question: str, hit: Hit, keys: Sequence[int]) -> list[float]:
+        """For each row of a long document, by how much BM25 scores it lower than the best of them."""
+        known = keys[0], question
+        if known not in self._scores:
+            parts = BM25Retriever()
+            parts.add([Document(str(place), text) for place, text in enumerate(self._own.chunks(hit.text))])
+            [scores] = parts.scores([question], [str(place) for place in range(len(parts))])
+            self._scores[known] = [max(scores) - score for score in scores]
+            while len(self._scores) > 10 * _CANDIDATES:
+                self._scores.popitem(last=False)
+        return self._scores[known]
+
+    def _decoded(self, keys: Sequence[int]) -> dict[int, Tensor]:
+        """Keys and values of rows; those that are not kept are read and decoded."""
+        missing = [key for key in dict.fromkeys(keys) if key not in self._kept]
+        for key, codes in zip(missing, self.bank.codes(missing) if missing else (), strict=True):
+            self._kept[key] = self._own.decode(codes)
+        for key in keys:
+            self._kept.move_to_end(key)
+        found = {key: self._kept[key] for key in keys}
+        size = sum(part.nbytes for part in self._kept.values())
+        while size > self.config.cache_bytes and self._kept:
+            size -= self._kept.popitem(last=False)[1].nbytes
+        return found
+
+    def _mass(self, chosen: Sequence[Sequence[tuple[int, float]]]) -> Tensor:
+        """The prior of each row that a question sees, as a share of 1, `[B, K]`."""
+        mass = torch.zeros(len(chosen), len(self._row_keys))
+        for row, keys in zip(mass, chosen, strict=True):
+            if keys:
+                places = torch.searchsorted(self._row_keys, torch.tensor([key for key, _ in keys]))
+                row[places] = torch.tensor([bias for _, bias in keys]).softmax(0)
+        return mass
+
+
+def _shares(candidates: Sequence[tuple[int, float, int]], chosen: dict[int, float]) -> dict[int, float]:
+    """The share of the prior of each row that was chosen among the candidates."""
+    if not candidates:
+        return {}
+    shares = torch.tensor([bias for _, bias, _ in candidates]).softmax(0).tolist()
+    return {key: share for (key, _, _), share in zip(candidates, shares, strict=True) if key in chosen}

@@ -1,0 +1,621 @@
+"""A memory for any causal LM: the keys and values that the LM itself computes for each document.
+
+Amortization is the LM's own pass over a document that stands alone after a fixed opening. A codec
+(`mac_rag.nn.codec`) turns each token's keys and values into a few bytes, or they are kept as they are. Aggregation is
+the LM's own attention over all documents that can matter, with the prior of each document as a bias. Modulation is a
+prefix of keys and values in every layer, as in P-tuning v2 (`mac_rag.nn.block_prefix`).
+
+Without training and codec, one document in memory gives the same answer as its text in the prompt.
+
+config.json          the configuration; the LM is named there, with its revision and digest
+codec.safetensors    the codec, if there is one
+adapter/             low-rank updates of the LM, if it was tuned (`pipelines.tune_reading`)
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import shutil
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import islice
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from mac_rag.config import BaseLMConfig, OwnKVConfig, PromptFormat
+from mac_rag.data.characters import check_text
+from mac_rag.data.types import Document
+from mac_rag.errors import ConfigError, DocumentError, MACError, ModelLoadError, PromptError
+from mac_rag.lm.architectures import check_modulation
+from mac_rag.lm.attention_sink import key_rotation
+from mac_rag.lm.base_lm import BaseLM
+from mac_rag.lm.batching import length_buckets
+from mac_rag.lm.block_prompt import BlockPrompt
+from mac_rag.lm.chat import ChatPromptEncoder, Message
+from mac_rag.lm.devices import DeviceMap, default_device
+from mac_rag.lm.loading import load_causal_lm, quiet
+from mac_rag.lm.prompt import FittedPrompt
+from mac_rag.model.base import MACModel, check_each
+from mac_rag.model.factory import exact_lm
+from mac_rag.model.text_encoder import split
+from mac_rag.nn.block_prefix import BlockPrefix
+from mac_rag.nn.codec import KVCodec
+from mac_rag.nn.modulation import KeyRotation
+from mac_rag.progress import progress_bar
+from mac_rag.untrusted_files import read_json
+
+_log = logging.getLogger(__name__)
+
+CONFIG, CODEC, ADAPTER, READING = "config.json", "codec.safetensors", "adapter", "reading.json"
+FORMAT = 1
+_LARGEST_CONFIG = 1 << 20
+_LARGEST_GROUP = 4096  # numbers; a PCA of more takes minutes
+_FEW_TOKENS = 20_000  # a codec that is fitted on fewer may not know what other texts look like
+_MOST_TOKENS = 40_000
+_BATCH_TOKENS = 2048  # tokens of documents that the LM reads at a time
+_SPARE = 8  # tokens that a row may have beyond the limit, because text is tokenized again with a space before it
+_LEAST_BIAS = -12.0  # below it, a document's share of attention is less than rounding shows
+_CONTINUED = 64  # most tokens of a continuation that is measured
+_GATE = "The harbour of Orsena was opened in 1926 by Luca Ferri. It has nine quays and a lighthouse of red brick."
+
+
+class ReadRow(NamedTuple):
+    """A row of a bank as the LM attends to it.
+
+    Attributes:
+        keys_values: `[layers, 2, kv_heads, n, head_width]`, as `OwnKVModel.decode` gives them.
+        bias: added to the attention logits of all its tokens.
+    """
+
+    keys_values: Tensor
+    bias: float
+
+
+class ReadRows:
+    """phi* of B questions: the rows that each of them sees.
+
+    Args:
+        rows: for each question its rows.
+    """
+
+    def __init__(self, rows: Sequence[Sequence[ReadRow]]) -> None:
+        self.rows = rows
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: list[int]) -> ReadRows:
+        return ReadRows([self.rows[place] for place in index])
+
+
+@dataclass(frozen=True)
+class Kept:
+    """What a memory keeps of documents that its codec was not fitted on.
+
+    Attributes:
+        nothing, text, memory: nats a token of how documents go on, after nothing, after the text of their first half,
+            and after its row in memory.
+        documents: number of documents.
+        bytes_per_token: bytes of a token in a bank.
+        of: bytes of a token's keys and values as they are.
+    """
+
+    nothing: float
+    text: float
+    memory: float
+    documents: int
+    bytes_per_token: int
+    of: int
+
+    def __str__(self) -> str:
+        return (
+            f"how {self.documents} other documents go on, in nats a token: {self.nothing:.3f} after nothing, "
+            f"{self.text:.3f} after their text, {self.memory:.3f} after the memory of it; "
+            f"{self.bytes_per_token:,} bytes a token of {self.of:,}"
+        )
+
+
+class OwnKVModel(MACModel, kind="own-kv", config_class=OwnKVConfig):
+    """An LM whose memory is its own keys and values; `MACModel.around` makes one.
+
+    Args:
+        config: the configuration.
+        base_lm: the LM, with its updates if there are any.
+        codec: codes keys and values; None keeps them as they are.
+        adapter: folder of the LM's updates, which `save_pretrained` copies; None without any.
+
+    Raises:
+        ConfigError: for an impossible number of bytes a token.
+        ModelLoadError: for an LM that rotates its keys in an unknown way, if there is a codec.
+    """
+
+    config: OwnKVConfig
+
+    def __init__(
+        self, config: OwnKVConfig, base_lm: BaseLM, codec: KVCodec | None, adapter: Path | None = None
+    ) -> None:
+        super().__init__(config, base_lm)
+        self.codec = codec
+        self._adapter = adapter
+        self.blocks = BlockPrompt(base_lm.tokenizer, config.turn, config.prompt.system)
+        base_lm.end_tokens = sorted({*base_lm.end_tokens, *self.blocks.end_tokens})
+        start, longest = len(self.blocks.opening), config.max_document_tokens + _SPARE
+        self._positions = base_lm.context_window - start - longest
+        if self.context_window > self._positions or self._positions < 1:
+            raise ConfigError(
+                f"context_window is {self.context_window}, but {start + longest} of the LM's "
+                f"{base_lm.context_window} positions are for documents; lower max_document_tokens, which is "
+                f"{config.max_document_tokens}"
+            )
+        self._rotation: KeyRotation | None = None
+        if codec is not None:
+            self._rotation = key_rotation(base_lm.model, range(start, start + longest), base_lm.context_window)
+
+    @classmethod
+    def from_config(cls, config: OwnKVConfig, *, device: str | torch.device | None = None) -> OwnKVModel:
+        raise ConfigError("a memory of an LM's own keys and values is made by MACModel.around, not from_config")
+
+    @classmethod
+    def _around(
+        cls,
+        lm: str | Path | BaseLMConfig | tuple[Any, Any],
+        documents: Iterable[Document | str] | None,
+        *,
+        compression: int | None,
+        adapter: str | Path | None,
+        device: str | torch.device | None,
+        progress: bool,
+    ) -> OwnKVModel:
+        place = default_device(device)
+        named, model, tokenizer = _loaded(lm, place)
+        check_modulation(model.config, "own-kv")
+        folder = None if adapter is None else Path(adapter)
+        texts = [document if isinstance(document, str) else document.text for document in documents or ()]
+        if compression is not None and not texts:
+            raise ConfigError(f"compression is {compression}, but a codec is fitted on documents; give some, or None")
+        config = OwnKVConfig(
+            base_lm=named,
+            lm_digest=lm_digest(model, tokenizer),
+            prompt=PromptFormat(chat=bool(tokenizer.chat_template)),
+        )
+        if folder is not None:
+            config = config.model_copy(update=_reading(folder) | {"adapter": True})
+            _adapt(model, folder)
+        base_lm = BaseLM(model.requires_grad_(False).eval(), tokenizer, config.prompt)
+        window = base_lm.context_window
+        if 2 * config.max_document_tokens > window:
+            config = config.model_copy(update={"max_document_tokens": window // 4, "memory_tokens": window})
+        made = cls(config, base_lm, None, folder).eval()
+        made.check_equal()
+        return made if compression is None else made.compressed(texts, compression, progress=progress)
+
+    def compressed(self, texts: Sequence[str], compression: int, *, progress: bool = False) -> OwnKVModel:
+        """The same model with a codec that takes a `compression`-th of the bytes, fitted on texts.
+
+        Raises:
+            ConfigError: for a compression that leaves no byte, or texts without two tokens.
+            ModelLoadError: as the class.
+        """
+        bytes_per_token = self.raw_bytes // compression
+        layers, _, kv_heads, _, width = self.opening.shape
+        group = max(
+            size for size in range(1, layers + 1) if not layers % size and (size == 1 or self._fits(size))
+        )
+        codec = KVCodec(layers=layers, kv_heads=kv_heads, head_width=width, group=group).to(self.device)
+        if compression < 1:
+            raise ConfigError(f"compression is {compression}; give a number of at least 1, or None for no codec")
+        codec.check_rate(bytes_per_token)
+        config = self.config.model_copy(update={"bytes_per_token": bytes_per_token, "codec_group": group})
+        made = OwnKVModel(config, self.base_lm, codec, self._adapter).eval()
+        rows = [row for text in texts for row in self.plan(text)]
+        count, chosen = 0, []
+        for row in rows[:: max(1, sum(map(len, rows)) // _MOST_TOKENS)]:
+            count += len(row)
+            chosen.append(row)
+        if count < _FEW_TOKENS:
+            _log.warning(
+                "the codec is fitted on %s tokens; with fewer than %s it may lose much of other texts: give more "
+                "documents, or keep keys and values as they are (compression none)",
+                f"{count:,}",
+                f"{_FEW_TOKENS:,}",
+            )
+        with progress_bar("read", len(chosen), disable=not progress) as bar:
+            codec.fit([made._unrotated(part) for part in self._read(chosen, bar.advance)])
+        codec.compact(bytes_per_token)
+        return made
+
+    def _fits(self, group: int) -> bool:
+        return group * self.opening[0].numel() // self.opening.shape[3] <= _LARGEST_GROUP
+
+    @property
+    def raw_bytes(self) -> int:
+        """Bytes of a token's keys and values as they are, of a 16-bit LM: compression is counted from them."""
+        return 2 * self.opening.numel() // self.opening.shape[3]
+
+    @cached_property
+    def opening(self) -> Tensor:
+        """Keys and values of the tokens before every document, `[layers, 2, kv_heads, P, head_width]`."""
+        return self.base_lm.keys_values(self.blocks.opening)
+
+    @classmethod
+    def _load(cls, folder: Path, place: torch.device, spread: DeviceMap | None) -> OwnKVModel:
+        config = OwnKVConfig.parse(_settings(folder), folder / CONFIG)
+        model, tokenizer = load_causal_lm(config.base_lm, place, folder, "own-kv", spread)
+        digest = lm_digest(model, tokenizer)
+        if digest != config.lm_digest:
+            raise ModelLoadError(
+                f"{folder} was made around other weights of {config.base_lm.name!r} (digest {config.lm_digest[:12]}, "
+                f"not {digest[:12]}); load that revision of the LM, or make the memory again with mac-rag init"
+            )
+        adapter = folder / ADAPTER if config.adapter else None
+        if adapter is not None:
+            _adapt(model, adapter)
+        base_lm = BaseLM(model.requires_grad_(False).eval(), tokenizer, config.prompt)
+        made = cls(config, base_lm, None, adapter)
+        if config.bytes_per_token is None:
+            return made
+        layers, _, kv_heads, _, width = made.opening.shape
+        codec = KVCodec(layers=layers, kv_heads=kv_heads, head_width=width, group=config.codec_group)
+        codec.check_rate(config.bytes_per_token)
+        try:
+            codec.load_compact(load_file(folder / CODEC), config.bytes_per_token)
+        except (OSError, SafetensorError) as error:
+            raise ModelLoadError(f"{folder / CODEC} cannot be read: {error}; make it again with mac-rag init") from None
+        return cls(config, base_lm, codec.to(place), adapter)
+
+    def save_pretrained(self, folder: str | Path, *, dtype: torch.dtype | None = None) -> None:
+        """Writes a folder that `from_pretrained` reads: configuration, codec and adapter, but not the LM.
+
+        Args:
+            folder: a new or empty folder.
+            dtype: not for this kind.
+
+        Raises:
+            ConfigError: for a dtype, and for an LM that has no name or folder to load it from.
+        """
+        if dtype is not None:
+            raise ConfigError(f"dtype is {dtype}, but the folder holds no weights of the LM; leave it out")
+        if not self.config.base_lm.name:
+            raise ConfigError(
+                "the LM was given as an object without a name, so it could not be loaded again; save it to a folder, "
+                "and make the memory around that folder"
+            )
+        place = Path(folder)
+        place.mkdir(parents=True, exist_ok=True)
+        if any(place.iterdir()):
+            raise ConfigError(f"{place} is not empty; give a new folder")
+        if self.codec is not None:
+            assert self.config.bytes_per_token is not None
+            save_file(self.codec.compact(self.config.bytes_per_token), place / CODEC)
+        if self._adapter is not None:
+            (place / ADAPTER).mkdir()
+            for name in ("adapter_config.json", "adapter_model.safetensors"):
+                shutil.copyfile(self._adapter / name, place / ADAPTER / name)
+        text = json.dumps({"format": FORMAT, "kind": "own-kv", **self.config.model_dump(mode="json")}, indent=2)
+        (place / CONFIG).write_text(text + "\n")
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Hex digest of all that writes or reads rows: LM, updates, opening, codec."""
+        digest = hashlib.sha256(self.config.lm_digest.encode())
+        told = {"opening": self.blocks.opening, "bytes": self.config.bytes_per_token, "dtype": str(self.base_lm.dtype)}
+        digest.update(json.dumps(told).encode())
+        if self._adapter is not None:
+            digest.update((self._adapter / "adapter_model.safetensors").read_bytes())
+        for name, tensor in sorted(self.codec.state_dict().items() if self.codec is not None else ()):
+            digest.update(name.encode())
+            digest.update(tensor.cpu().contiguous().numpy().tobytes())
+        return digest.hexdigest()
+
+    @property
+    def answer_digest(self) -> str:
+        return hashlib.sha256((self.fingerprint + self.config.model_dump_json()).encode()).hexdigest()
+
+    # Documents to rows
+
+    def plan(
+        self, text: str, *, whole: bool = False, advance: Callable[[int], object] | None = None
+    ) -> list[list[int]]:
+        chunks = self.chunks(text)
+        if whole and len(chunks) > 1:
+            raise DocumentError(
+                f"a text of {len(text):,} characters is longer than the limit of {self.config.max_document_tokens} "
+                "tokens; split it first"
+            )
+        if advance is not None:
+            advance(len(text))
+        return [self.blocks.document(chunk) for chunk in chunks]
+
+    def chunks(self, text: str) -> list[str]:
+        """The texts of a document's rows: the document, or parts of it that end after sentences.
+
+        Raises:
+            DocumentError: for anything but a text with at least one visible character.
+        """
+        check_text(text)
+        return [chunk.text for chunk in split(text.strip(), self.blocks.texts, self.config.max_document_tokens)]
+
+    @torch.no_grad()
+    def amortize_rows(
+        self,
+        rows: Sequence[Sequence[int]],
+        *,
+        batch_tokens: int = _BATCH_TOKENS,
+        advance: Callable[[int], object] | None = None,
+    ) -> list[Tensor]:
+        """Codes of documents, uint8 `[n, bytes]` each; see `plan`."""
+        return [self.encode(part) for part in self._read(rows, advance, batch_tokens)]
+
+    def _read(
+        self, rows: Sequence[Sequence[int]], advance: Any = None, batch_tokens: int = _BATCH_TOKENS
+    ) -> list[Tensor]:
+        """Keys and values of documents after the opening, `[layers, 2, kv_heads, n, head_width]` each."""
+        found: dict[int, Tensor] = {}
+        for bucket in length_buckets([len(row) for row in rows], batch_tokens):
+            nothing: list[list[Any]] = [[] for _ in bucket]
+            parts = self.base_lm.keys_values_of([rows[i] for i in bucket], BlockPrefix(self.opening, nothing, nothing))
+            found |= zip(bucket, (part.clone() for part in parts))
+            if advance is not None:
+                advance(len(bucket))
+        return [found[place] for place in range(len(rows))]
+
+    def _unrotated(self, keys_values: Tensor) -> Tensor:
+        assert self._rotation is not None
+        keys, values = keys_values.float().unbind(1)
+        return torch.stack([self._rotation.inverse(keys), values], 1)
+
+    def encode(self, keys_values: Tensor) -> Tensor:
+        """A row of a bank from keys and values at a document's positions: uint8 `[n, bytes]`, on the CPU.
+
+        Args:
+            keys_values: `[layers, 2, kv_heads, n, head_width]`.
+        """
+        if self.codec is None:
+            return keys_values.movedim(3, 0).flatten(1).contiguous().view(torch.uint8).cpu()
+        assert self.config.bytes_per_token is not None
+        return self.codec.encode(self._unrotated(keys_values), self.config.bytes_per_token).cpu()
+
+    @torch.no_grad()
+    def decode(self, codes: Tensor) -> Tensor:
+        """Inverts `encode`, up to what the codec loses; in the LM's dtype, on its device."""
+        codes = codes.to(self.device)
+        if self.codec is None:
+            layers, _, kv_heads, _, width = self.opening.shape
+            return codes.view(self.base_lm.dtype).unflatten(1, (layers, 2, kv_heads, width)).movedim(0, 3)
+        assert self._rotation is not None
+        keys, values = self.codec.decode(codes).unbind(1)
+        return torch.stack([self._rotation(keys), values], 1).to(self.base_lm.dtype)
+
+    # Answering
+
+    @property
+    def context_window(self) -> int:
+        return self.config.context_window or self._positions
+
+    def _question_ids(self, text: str) -> list[int]:
+        check_text(text)
+        return []
+
+    def _modulation(self, phi: Any) -> BlockPrefix | None:
+        if phi is None:
+            return None
+        return BlockPrefix(
+            self.opening,
+            [[row.keys_values for row in rows] for rows in phi.rows],
+            [[row.bias for row in rows] for rows in phi.rows],
+        )
+
+    def _prompt_ids(self, prompt: FittedPrompt, phi: Any) -> Sequence[int]:
+        return prompt.ids if phi is None else prompt.after_memory
+
+    def _weights(self, prompts: Sequence[FittedPrompt], memory_weight: float | None) -> None:
+        if memory_weight not in (None, 1.0):
+            raise ConfigError(f"memory_weight is {memory_weight}, but a memory of keys and values has none; leave it out")
+
+    def fit_to_window(
+        self,
+        question: str | FittedPrompt,
+        contexts: Sequence[str] = (),
+        *,
+        overflow: Literal["error", "truncate"] = "error",
+        max_new_tokens: int | None = None,
+    ) -> FittedPrompt:
+        if isinstance(question, FittedPrompt):
+            return question
+        check_text(question)
+        check_each(contexts, "document")
+        room = self.context_window - (max_new_tokens or self.config.max_new_tokens)
+        texts = [text.strip() for text in contexts]
+        encoder = self.base_lm.prompts
+        documents, left = [self.blocks.texts.ids(text) for text in texts], room
+        while True:
+            after = self.blocks.question(question, texts)
+            if len(after) <= room or not texts:
+                break
+            if overflow == "error":
+                raise DocumentError(
+                    f"{len(contexts)} documents and the question take {len(after)} tokens, but the LM's window leaves "
+                    f"room for {room}; give fewer or shorter documents (a smaller k or chunk size)"
+                )
+            left -= max(1, len(after) - room)
+            texts = [text for text, _ in encoder.shortened(contexts, documents, left)] if left > 0 else []
+        if len(after) > room:
+            raise DocumentError(
+                f"the question takes {len(after)} tokens, but the LM's window leaves room for {room}; shorten it"
+            )
+        begin = self.blocks.document("\n\n".join(texts)) if texts else []
+        ids = [*self.blocks.opening, *begin, *self.blocks.question(question)]
+        cut = texts != [text.strip() for text in contexts]
+        return FittedPrompt(question, tuple(ids), tuple(texts), truncated=cut, after_memory=tuple(after))
+
+    def fit_conversation(
+        self,
+        messages: Sequence[Message],
+        *,
+        question: str | None = None,
+        contexts: Sequence[str] = (),
+        max_new_tokens: int | None = None,
+    ) -> FittedPrompt:
+        fitted = super().fit_conversation(
+            messages, question=question, contexts=contexts, max_new_tokens=max_new_tokens
+        )
+        encoder = self.base_lm.prompts
+        assert isinstance(encoder, ChatPromptEncoder)
+        after = self.blocks.conversation(encoder.turns(messages))
+        room = self.context_window - (max_new_tokens or self.config.max_new_tokens)
+        if len(after) > room:
+            raise PromptError(
+                f"the conversation takes {len(after)} tokens, but documents in memory leave room for {room}; shorten "
+                "its history or its prompts"
+            )
+        return replace(fitted, after_memory=tuple(after))
+
+    # Checks
+
+    @torch.no_grad()
+    def check_equal(self) -> None:
+        """Checks that a row in memory and its text in the prompt give the LM the same next token.
+
+        Raises:
+            ModelLoadError: if they do not, within the noise of the LM's dtype; names the difference.
+        """
+        document, after = self.blocks.document(_GATE), self.blocks.question("Who opened the harbour of Orsena?")
+        [row] = self._read([document])
+        answer = [self.blocks.answer("Luca Ferri")]
+        memory = self.base_lm.answer_logits([after], answer, self._modulation(ReadRows([[ReadRow(row, 0.0)]])))
+        text = self.base_lm.answer_logits([[*self.blocks.opening, *document, *after]], answer, None)
+        difference = float((memory.float() - text.float()).pow(2).mean().sqrt() / text.float().std())
+        bound = torch.finfo(self.base_lm.dtype).eps ** 0.5
+        if not difference <= bound:
+            raise ModelLoadError(
+                f"{self.base_lm.model.config.model_type} answers differently from a document's keys and values and "
+                f"from its text: the logits differ by {difference:.2g} of their spread, and {bound:.2g} would be "
+                "rounding; its attention does something that this memory does not know, so take another LM"
+            )
+
+    @torch.no_grad()
+    def kept(self, texts: Sequence[str]) -> Kept:
+        """Measures what the memory keeps of documents; see `Kept`.
+
+        Raises:
+            ConfigError: if no text has at least 16 tokens.
+        """
+        sums, count, documents = [0.0, 0.0, 0.0], 0, 0
+        for text in texts:
+            ids = self.plan(text)[0]
+            half = len(ids) // 2
+            if half < 8:
+                continue
+            before, (first, *rest) = ids[:half], ids[half : half + _CONTINUED]
+            [row] = self._read([before])
+            seen = ReadRow(self.decode(self.encode(row)), 0.0)
+            for place, (rows, prompt) in enumerate((([], [first]), ([], [*before, first]), ([seen], [first]))):
+                losses = self.base_lm.token_losses([prompt], [rest], self._modulation(ReadRows([rows])))
+                sums[place] += float(losses[0].sum())
+            count += len(rest)
+            documents += 1
+        if not documents:
+            raise ConfigError("no document has 16 tokens or more, so nothing can be measured; give longer ones")
+        size = self.config.bytes_per_token or self.raw_bytes
+        return Kept(*(total / count for total in sums), documents, size, self.raw_bytes)
+
+    def chosen(self, candidates: Iterable[tuple[int, float, int]]) -> list[tuple[int, float]]:
+        """The rows that a question sees: the best ones within `memory_tokens`, with their biases.
+
+        Args:
+            candidates: key, bias and number of tokens of each row, in any order.
+        """
+        best = sorted(candidates, key=lambda row: -row[1])
+        rows: list[tuple[int, float]] = []
+        left = self.config.memory_tokens
+        for key, bias, tokens in best:
+            relative = bias - best[0][1]
+            if relative < _LEAST_BIAS:
+                break
+            if tokens <= left or not rows:
+                rows.append((key, relative))
+                left -= tokens
+        return rows
+
+
+def lm_digest(lm: Any, tokenizer: Any) -> str:
+    """sha256 of an LM's weights in their dtype, and of its tokenizer and chat template.
+
+    Raises:
+        ConfigError: if weights are offloaded and so cannot be read.
+    """
+    digest = hashlib.sha256(json.dumps(tokenizer.get_vocab(), sort_keys=True).encode())
+    digest.update(str(tokenizer.chat_template).encode())
+    for name, tensor in sorted(lm.state_dict().items()):
+        if tensor.device.type == "meta":
+            raise ConfigError("weights of the LM are offloaded, so its digest is not known; load it whole once")
+        digest.update(name.encode())
+        digest.update(tensor.detach().cpu().contiguous().view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
+def _loaded(lm: str | Path | BaseLMConfig | tuple[Any, Any], device: torch.device) -> tuple[BaseLMConfig, Any, Any]:
+    """Name, LM and tokenizer."""
+    if isinstance(lm, tuple):
+        model, tokenizer = lm
+        if tokenizer.pad_token_id is None:
+            tokenizer.pad_token = tokenizer.eos_token
+        dtypes = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+        dtype = dtypes.get(model.dtype)
+        return BaseLMConfig(name=getattr(model, "name_or_path", ""), dtype=dtype), model, tokenizer
+    config = exact_lm(lm if isinstance(lm, BaseLMConfig) else BaseLMConfig(name=str(lm), dtype="bf16"))
+    return config, *load_causal_lm(config, device, modulation="own-kv")
+
+
+def _settings(folder: Path) -> dict[str, Any]:
+    found = read_json(folder / CONFIG, _LARGEST_CONFIG)
+    if not isinstance(found, dict) or found.pop("format", None) != FORMAT:
+        raise ModelLoadError(f"{folder / CONFIG} has another format than {FORMAT}; make it again with mac-rag init")
+    found.pop("kind", None)
+    return found
+
+
+def _reading(folder: Path) -> dict[str, Any]:
+    """What `pipelines.tune_reading` has written beside its updates.
+
+    Raises:
+        ModelLoadError: if it is not there.
+    """
+    try:
+        found = read_json(folder / READING, _LARGEST_CONFIG)
+        prompt = PromptFormat(chat=True, system=found["system"])
+        return {"turn": found["turn"], "bias_scale": found["bias_scale"], "prompt": prompt}
+    except (OSError, KeyError, TypeError, MACError) as error:
+        raise ModelLoadError(
+            f"{folder} holds no {READING} of an adapter: {error}; give the folder best or last of pipelines.tune_reading"
+        ) from None
+
+
+def _adapt(lm: Any, folder: Path) -> None:
+    """Adds trained low-rank updates to an LM, in place.
+
+    Raises:
+        ConfigError: without the package peft.
+        ModelLoadError: for updates of another LM.
+    """
+    try:
+        from peft import LoraConfig, get_peft_model, set_peft_model_state_dict
+    except ImportError:
+        raise ConfigError("an adapter needs the package peft: pip install 'mac-rag[train]'") from None
+    try:
+        updates = load_file(folder / "adapter_model.safetensors")
+        with quiet():
+            adapted = get_peft_model(lm, LoraConfig.from_pretrained(folder))
+            result: Any = set_peft_model_state_dict(adapted, updates)
+        if result.unexpected_keys:
+            raise ValueError(f"the LM has no {result.unexpected_keys[0]}")
+    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+        raise ModelLoadError(f"{folder} holds no updates of this LM: {error}") from None

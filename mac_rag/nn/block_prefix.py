@@ -1,0 +1,120 @@
+"""A prefix of keys and values that an LM has computed itself: an opening, and after it documents in parallel.
+
+Each document's keys and values are those of its text after the opening. All documents start at the same position, none
+sees another, and their order does not matter. The text that follows starts after the longest document and sees all of
+them, with a bias on the attention logits of each document's tokens. With one document this is the LM's own attention.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache
+
+from mac_rag.nn.modulation import Modulation, has_limited_layers
+
+
+class BlockPrefix(Modulation):
+    """Opening and documents before each of B rows. Attention stays what it is in the LM: causal, by positions.
+
+    Args:
+        opening: `[layers, 2, kv_heads, P, head_width]`, at positions 0 to P - 1; the same for all rows.
+        documents: for each row its documents, `[layers, 2, kv_heads, n, head_width]` each, from position P on.
+        bias: for each row and document a number, added to the attention logits of all tokens of the document.
+
+    Attributes:
+        next_positions: `[B]`, position of each row's first token after the prefix.
+    """
+
+    def __init__(
+        self, opening: Tensor, documents: Sequence[Sequence[Tensor]], bias: Sequence[Sequence[float]]
+    ) -> None:
+        start, device = opening.shape[3], opening.device
+        lengths = [[part.shape[3] for part in row] for row in documents]
+        self.prefix_length = start + max(map(sum, lengths))
+        self._opening, self._documents = opening, documents
+        self.next_positions = torch.tensor([start + max(row, default=0) for row in lengths], device=device)
+        seen = torch.zeros(len(documents), self.prefix_length, dtype=torch.bool)
+        positions, added = torch.zeros(seen.shape, dtype=torch.long), torch.zeros(seen.shape)
+        for number, (row, of_row) in enumerate(zip(lengths, bias, strict=True)):
+            places = [*range(start), *(start + place for length in row for place in range(length))]
+            seen[number, : len(places)] = True
+            positions[number, : len(places)] = torch.tensor(places)
+            added[number, start : len(places)] = torch.tensor(
+                [number for number, length in zip(of_row, row, strict=True) for _ in range(length)]
+            )
+        self._seen, self._positions, self._bias = seen.to(device), positions.to(device), added.to(device)
+
+    def beside_none(self) -> BlockPrefix:
+        raise NotImplementedError("the opening is a part of the prompt: no row can go without it")
+
+    def prefix_mask(self, mask: Tensor) -> Tensor:
+        return self._seen.to(mask)
+
+    def cache(self, dtype: torch.dtype, repeats: int = 1) -> DynamicCache:
+        rows = []
+        for documents in self._documents:
+            parts = [self._opening, *documents]
+            length = sum(part.shape[3] for part in parts)
+            if length < self.prefix_length:
+                shape = (*self._opening.shape[:3], self.prefix_length - length, self._opening.shape[4])
+                parts.append(self._opening.new_zeros(shape))
+            rows += [torch.cat(parts, 3).to(dtype)] * repeats
+        batch = torch.stack(rows, 2)  # [layers, 2, B, kv_heads, P, head_width]
+        # Without a configuration the cache keeps all positions, even in layers with a sliding window.
+        return DynamicCache([(layer[0], layer[1]) for layer in batch.unbind(0)])
+
+    def after_cache(self, rows: Tensor) -> BlockPrefix:
+        chosen = object.__new__(BlockPrefix)
+        chosen.prefix_length = self.prefix_length
+        chosen._opening, chosen._documents = self._opening, [self._documents[row] for row in rows.tolist()]
+        for name in ("next_positions", "_seen", "_positions", "_bias"):
+            setattr(chosen, name, getattr(self, name)[rows.to(self._opening.device)])
+        return chosen
+
+    @contextmanager
+    def attached(self, lm: Any) -> Iterator[None]:
+        """Gives the LM the masks that this prefix needs: float masks with the bias, one for each kind of layer."""
+        config, dtype = lm.config.get_text_config(), lm.get_input_embeddings().weight.dtype
+
+        def hook(_: Any, arguments: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+            masks = self.masks(named["attention_mask"], named["position_ids"], config, dtype)
+            return arguments, {**named, "attention_mask": masks}
+
+        handle = lm.base_model.register_forward_pre_hook(hook, with_kwargs=True)
+        try:
+            yield
+        finally:
+            handle.remove()
+
+    def masks(self, mask: Tensor, positions: Tensor, config: Any, dtype: torch.dtype) -> Tensor | dict[str, Tensor]:
+        """Float masks `[B, 1, l, P + L]`: one for all layers, or one for each kind of layer that the LM has.
+
+        Args:
+            mask: `[B, P + L]`, which keys are real tokens.
+            positions: `[B, l]`, positions of the queries, which are the last l of the L tokens.
+            config: the LM's configuration, for sliding windows.
+            dtype: dtype of the masks.
+        """
+        own = mask[:, self.prefix_length :]
+        own_positions = self.next_positions[:, None] + own.cumsum(1) - 1
+        # [B, l, P + L]: how far each key is before each query.
+        distance = positions[:, :, None] - torch.cat([self._positions, own_positions], 1)[:, None]
+        seen = mask.bool()[:, None] & (distance >= 0)
+        bias = torch.cat([self._bias, torch.zeros_like(own, dtype=self._bias.dtype)], 1)[:, None]
+
+        def additive(visible: Tensor) -> Tensor:
+            # The lowest number and not -inf: a padding token that sees nothing must not become NaN.
+            return bias.masked_fill(~visible, torch.finfo(dtype).min).to(dtype)[:, None]
+
+        if not has_limited_layers(config):
+            return additive(seen)
+        window = additive(seen & (distance < config.sliding_window))
+        kinds = getattr(config, "layer_types", None)
+        if kinds is None:
+            return window
+        return {kind: window if kind == "sliding_attention" else additive(seen) for kind in dict.fromkeys(kinds)}
