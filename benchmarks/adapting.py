@@ -39,13 +39,13 @@ def main(
     from mac_rag.bank import MemoryBank
     from mac_rag.engine import MACEngine
     from mac_rag.lm.minilm import minilm_folder
-    from mac_rag.model import MACModel
+    from mac_rag.model import AmortizedModel
     from mac_rag.retrieval.registry import make_retriever
 
     torch.set_num_threads(_THREADS)
     stream, _ = open_stream(data, "train", documents, 0, seed=0, scale="tiny")
     texts = [document.text for document in stream.documents]
-    loaded = MACModel.from_pretrained(model, device="cpu")
+    loaded = AmortizedModel.from_pretrained(model, device="cpu")
     sentences = SentenceTransformer(str(minilm_folder()), device="cpu")
     length = sum(map(len, (loaded.amortization.ids(text) for text in texts))) / len(texts)
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from mac_rag.data.types import QADataset, Question
-    from mac_rag.model import MACModel
+    from mac_rag.model import AmortizedModel
 
 
 def main(
@@ -34,7 +34,7 @@ def main(
     maps (`init: pretrained`), of those that training starts with, and of the trained ones.
     """
     from eval.harness.streams import named_data, open_stream
-    from mac_rag.model import MACModel
+    from mac_rag.model import AmortizedModel
     from pipelines.recipe import load_recipe
     from pipelines.tasks.train import TrainTask
     from pipelines.tasks.train_config import TrainConfig
@@ -42,7 +42,7 @@ def main(
     stream, _ = open_stream(data, "test", documents, questions, seed=seed, scale="tiny")
     overrides = [] if data is None else [f"data.path={named_data(data)[1]}"]
     config = load_recipe(TrainConfig, recipe, overrides)
-    trained = MACModel.from_pretrained(model, device="cpu")
+    trained = AmortizedModel.from_pretrained(model, device="cpu")
     say(f"{len(stream.questions)} questions of {len(stream.documents)} documents of {stream.name}, {model}:")
     texts = {document.id: document.text for document in stream.documents}
     prompts = trained.base_lm.prompts
@@ -57,7 +57,7 @@ def main(
     _report("trained", trained, stream)
 
 
-def _report(name: str, model: MACModel, stream: QADataset) -> None:
+def _report(name: str, model: AmortizedModel, stream: QADataset) -> None:
     from eval.harness.protocol import adapt
     from mac_rag.engine import MACEngine
 
@@ -74,7 +74,7 @@ def _report(name: str, model: MACModel, stream: QADataset) -> None:
 
 
 def _loss(
-    model: MACModel, questions: Sequence[Question], prompts: Sequence[Sequence[int]], phi: Tensor | None
+    model: AmortizedModel, questions: Sequence[Question], prompts: Sequence[Sequence[int]], phi: Tensor | None
 ) -> float:
     """The mean loss of a token of the answers after their prompts and phi* `[questions, T, D]`."""
     import torch

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from mac_rag.model import MACModel
+from mac_rag.model import AmortizedModel
 from mac_rag.model.text_encoder import TextEncoder
 from mac_rag.nn.aggregation import AggregationNetwork
 from mac_rag.nn.cross_attention import CrossAttentionBlock
@@ -35,7 +35,7 @@ def encode(encoder: TextEncoder, texts: Sequence[str]) -> MemoryTokens:
 
 
 @torch.no_grad()
-def adapt(model: MACModel, documents: Sequence[str], batch_size: int) -> Tensor:
+def adapt(model: AmortizedModel, documents: Sequence[str], batch_size: int) -> Tensor:
     """Memory tokens `[K, T, D]` of documents, encoded in batches in their given order."""
     parts = [
         encode(model.amortization, documents[first : first + batch_size])
@@ -44,7 +44,7 @@ def adapt(model: MACModel, documents: Sequence[str], batch_size: int) -> Tensor:
     return MemoryTokens.cat(parts).stacked()
 
 
-def aggregate(model: MACModel, questions: Sequence[str], phi: Tensor) -> Tensor:
+def aggregate(model: AmortizedModel, questions: Sequence[str], phi: Tensor) -> Tensor:
     """phi* of each question `[B, T, D]`."""
     memory = MemoryTokens.split(phi, model.config.lexical_vectors)
     return attend(model.aggregation, encode(model.input_encoder, questions), memory)
@@ -81,7 +81,7 @@ def attend(network: AggregationNetwork, question: MemoryTokens, phi: MemoryToken
 
 
 @torch.no_grad()
-def answer(model: MACModel, questions: Sequence[str], phi: Tensor) -> list[str]:
+def answer(model: AmortizedModel, questions: Sequence[str], phi: Tensor) -> list[str]:
     """Greedy answers; every new token needs a pass over the whole sequence."""
     modulation = model.modulation(aggregate(model, questions, phi))
     lm = model.base_lm
@@ -115,7 +115,7 @@ def _next(lm: torch.nn.Module, ids: Tensor, mask: Tensor, modulation: Modulation
     return token
 
 
-def loss(model: MACModel, batch: Batch) -> Tensor:
+def loss(model: AmortizedModel, batch: Batch) -> Tensor:
     """The loss of equation 2, after three LM passes without gradients for the log."""
     phi = encode(model.amortization, batch.documents).stacked()
     modulation = model.modulation(aggregate(model, batch.questions, phi))

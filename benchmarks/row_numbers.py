@@ -36,9 +36,9 @@ def main(
     from mac_rag.bank.overview import put_with_overview
     from mac_rag.bank.rows import RowDtype
     from mac_rag.engine import MACEngine
-    from mac_rag.model import MACModel
+    from mac_rag.model import AmortizedModel
 
-    loaded = MACModel.from_pretrained(model, device="cpu")
+    loaded = AmortizedModel.from_pretrained(model, device="cpu")
     stream, _ = open_stream(data, "test", documents, questions, seed=seed, scale="tiny")
     plan = [loaded.amortization.plan(document.text) for document in stream.documents]
     phi = loaded.amortize_rows([row for rows in plan for row in rows])

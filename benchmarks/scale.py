@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from mac_rag.bank import MemoryBank
-    from mac_rag.model import MACModel
+    from mac_rag.model import AmortizedModel
 
 _GROUP = 2048  # documents of a bank that are put at a time
 _ADAPTED = 20_000  # largest number of documents that are adapted to; the others are mixtures of them
@@ -86,7 +86,7 @@ def _adapt(place: Path, count: int, model: str, data: str | None, rows: Any, see
     from mac_rag.data.types import Document
     from mac_rag.engine import MACEngine
     from mac_rag.errors import DataError
-    from mac_rag.model import MACModel
+    from mac_rag.model import AmortizedModel
 
     if _holds(place, count):
         return
@@ -97,7 +97,7 @@ def _adapt(place: Path, count: int, model: str, data: str | None, rows: Any, see
             documents += () if split in ("test", "all") else load_dataset(name, split, files).documents
     if len(documents) < count:
         raise DataError(f"{data} has {len(documents):,} documents; give --documents at most so many")
-    loaded = MACModel.from_pretrained(model, device="cpu")
+    loaded = AmortizedModel.from_pretrained(model, device="cpu")
     with _opened(place, loaded, rows) as bank:
         # The same paragraph may have the same id in two splits.
         numbered = [Document(f"{number}", each.text) for number, each in enumerate(documents[:count])]
@@ -111,7 +111,7 @@ def _holds(place: Path, count: int) -> bool:
     return MemoryBank.exists(place) and len(MemoryBank.open(place)) == count
 
 
-def _opened(place: Path, model: MACModel, rows: Any) -> MemoryBank:
+def _opened(place: Path, model: AmortizedModel, rows: Any) -> MemoryBank:
     """A bank to go on with, or a new one."""
     from mac_rag.bank import MemoryBank
 
@@ -126,12 +126,12 @@ def _fill(place: Path, count: int, real: Path, model: str, rows: Any, seed: int)
     from mac_rag.bank import MemoryBank
     from mac_rag.bank.overview import put_with_overview
     from mac_rag.data.types import Document
-    from mac_rag.model import MACModel
+    from mac_rag.model import AmortizedModel
     from mac_rag.progress import progress_bar
 
     if _holds(place, count):
         return
-    loaded = MACModel.from_pretrained(model, device="cpu")
+    loaded = AmortizedModel.from_pretrained(model, device="cpu")
     originals = MemoryBank.open(real)
     documents = [Document(entry.document_id, "") for entry in originals]
     lexical = loaded.aggregation.lexical_vectors
@@ -149,9 +149,9 @@ def _measure(
     from eval.harness.streams import open_stream
     from mac_rag.bank import MemoryBank
     from mac_rag.engine import MACEngine
-    from mac_rag.model import MACModel
+    from mac_rag.model import AmortizedModel
 
-    loaded = MACModel.from_pretrained(model, device="cpu")
+    loaded = AmortizedModel.from_pretrained(model, device="cpu")
     stream, _ = open_stream(data, "test", min(count, 100), questions, seed=seed, scale="tiny")
     asked = [question.question for question in stream.questions]
     before = memory("VmRSS")
@@ -173,7 +173,7 @@ def _measure(
     return found | _whole(loaded, bank, asked) if whole else found
 
 
-def _whole(model: MACModel, bank: MemoryBank, asked: Sequence[str]) -> dict[str, float]:
+def _whole(model: AmortizedModel, bank: MemoryBank, asked: Sequence[str]) -> dict[str, float]:
     """The same questions from all rows, without the bounds of the view."""
     import torch
 
@@ -202,10 +202,10 @@ def _published(place: Path, count: int, model: str, data: str | None, questions:
     from benchmarks.published import attend
     from eval.harness.streams import open_stream
     from mac_rag.bank import MemoryBank
-    from mac_rag.model import MACModel
+    from mac_rag.model import AmortizedModel
     from mac_rag.nn.memory_tokens import MemoryTokens
 
-    loaded = MACModel.from_pretrained(model, device="cpu")
+    loaded = AmortizedModel.from_pretrained(model, device="cpu")
     stream, _ = open_stream(data, "test", min(count, 100), questions, seed=seed, scale="tiny")
     phi = MemoryTokens.split(MemoryBank.open(place).phi, loaded.config.lexical_vectors)
     seconds = []

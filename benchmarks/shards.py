@@ -52,10 +52,10 @@ def main(
     from mac_rag.distributed import ShardedBank
     from mac_rag.distributed.transport import ShardSettings
     from mac_rag.engine import MACEngine
-    from mac_rag.model import MACModel
+    from mac_rag.model import AmortizedModel
 
     console = Console()
-    loaded = MACModel.from_pretrained(model)
+    loaded = AmortizedModel.from_pretrained(model)
     stream, _ = open_stream(data, "test", documents, questions * (rounds + 1), seed=seed, scale="tiny")
     encoded, one = MemoryBank(loaded.fingerprint), MemoryBank(loaded.fingerprint)
     keep_rows_for(one, loaded.aggregation)  # as shards do

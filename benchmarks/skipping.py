@@ -43,10 +43,10 @@ def main(
     from mac_rag.bank.projection import ProjectedBank
     from mac_rag.engine import MACEngine
     from mac_rag.errors import ConfigError
-    from mac_rag.model import MACModel
+    from mac_rag.model import AmortizedModel
     from mac_rag.nn.attention import streaming_attention
 
-    loaded = MACModel.from_pretrained(model, device="cpu")
+    loaded = AmortizedModel.from_pretrained(model, device="cpu")
     network = loaded.aggregation
     if network.prior is None:
         raise ConfigError(f"{model} has no document prior, so that no row is skipped; give --model one that has")

@@ -30,10 +30,10 @@ def main(
     from benchmarks import published
     from benchmarks.measure import medians
     from mac_rag.data.newswire.generate import generate
-    from mac_rag.model import MACModel
+    from mac_rag.model import AmortizedModel
     from pipelines.objective import Batch, LossWeights, mac_loss
 
-    mac = MACModel.from_pretrained(model, device=device)
+    mac = AmortizedModel.from_pretrained(model, device=device)
     stream = generate("test", 3 * max(documents, bank))
     texts = [" ".join(d.text for d in stream.documents[i : i + 3]) for i in range(0, len(stream.documents), 3)]
     question_texts = [question.question for question in stream.questions[:questions]]

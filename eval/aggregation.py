@@ -58,9 +58,9 @@ def main(
     from eval.harness.protocol import adapt, samples
     from mac_rag.bank import MemoryBank
     from mac_rag.engine import MACEngine
-    from mac_rag.model import MACModel
+    from mac_rag.model import AmortizedModel
 
-    loaded = MACModel.from_pretrained(setup.model, device=device)
+    loaded = AmortizedModel.from_pretrained(setup.model, device=device)
     bank = MemoryBank(loaded.fingerprint)
     adaptation = adapt(MACEngine(loaded, bank), dataset.documents)
     if experiment == "hierarchical":

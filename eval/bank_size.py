@@ -57,9 +57,9 @@ def main(
 
     from eval.harness.protocol import adapt, samples
     from mac_rag.engine import MACEngine
-    from mac_rag.model import MACModel
+    from mac_rag.model import AmortizedModel
 
-    loaded = MACModel.from_pretrained(model, device=device)
+    loaded = AmortizedModel.from_pretrained(model, device=device)
     engine = MACEngine(loaded)
     adaptation = adapt(engine, dataset.documents)
     rows: list[Row] = []
@@ -94,9 +94,11 @@ def measure(
     """
     from eval.harness.protocol import judge, summarize
     from mac_rag.engine import Answer, MACEngine
+    from mac_rag.model import AmortizedModel
     from mac_rag.progress import progress_bar
 
     model, documents, questions = whole.model, dataset.documents, dataset.questions
+    assert isinstance(model, AmortizedModel)
     answers: list[Answer] = []
     seconds = 0.0
     with progress_bar("answer", len(questions)) as bar:

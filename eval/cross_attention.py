@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from eval.harness.results import Row
     from mac_rag.data.types import Document, QADataset, Question
-    from mac_rag.model import MACModel
+    from mac_rag.model import AmortizedModel
     from mac_rag.nn.attention import Chunk
 
 KINDS = ("bm25", "random")  # of distractors
@@ -48,11 +48,11 @@ def main(
     setup = SCALES[scale]["cross_attention"].override(model=model, documents=documents, questions=questions)
     dataset, source = open_stream(data, "test", setup.documents, setup.questions, seed=seed, scale=scale)
     from mac_rag.errors import ConfigError
-    from mac_rag.model import MACModel
+    from mac_rag.model import AmortizedModel
 
     if len(dataset.documents) <= DISTRACTORS:
         raise ConfigError(f"the map has {DISTRACTORS + 1} documents, but the stream has only {len(dataset.documents)}")
-    loaded = MACModel.from_pretrained(setup.model, device=device)
+    loaded = AmortizedModel.from_pretrained(setup.model, device=device)
     rows, cells = [], []
     for kind in KINDS:
         beside = distracting(dataset, kind, DISTRACTORS, seed)
@@ -100,7 +100,7 @@ def distracting(dataset: QADataset, kind: str, count: int, seed: int) -> list[li
     return [beside(question, ids) for question, ids in zip(dataset.questions, ranked, strict=True)]
 
 
-def attention_map(model: MACModel, dataset: QADataset, distractors: Sequence[Sequence[Document]]) -> Tensor:
+def attention_map(model: AmortizedModel, dataset: QADataset, distractors: Sequence[Sequence[Document]]) -> Tensor:
     """The last block's attention `[N, T, documents, T]` of N questions over gold documents and distractors.
 
     The attention is a mean over heads and sums to 1 for each question token. Of a document in several chunks only the

@@ -22,7 +22,7 @@ from mac_rag.cli.run import run_command
 if TYPE_CHECKING:
     from eval.harness.results import Row
     from mac_rag.data.types import QADataset
-    from mac_rag.model import MACModel
+    from mac_rag.model import AmortizedModel
     from pipelines.objective import Batch
 
 SHARES = (0.0, 0.25, 0.5, 0.75)
@@ -96,7 +96,7 @@ def main(
     )
 
 
-def memory_rows(model: MACModel, stream: QADataset, counts: list[int], seed: int) -> list[Row]:
+def memory_rows(model: AmortizedModel, stream: QADataset, counts: list[int], seed: int) -> list[Row]:
     """A row with the peak memory for each K and each dropout ratio p.
 
     Raises:
@@ -114,7 +114,7 @@ def memory_rows(model: MACModel, stream: QADataset, counts: list[int], seed: int
     return rows
 
 
-def first_batch(model: MACModel, stream: QADataset, count: int) -> Batch:
+def first_batch(model: AmortizedModel, stream: QADataset, count: int) -> Batch:
     """A batch of a stream's first documents, cut to the model's limit, with one question on each."""
     from mac_rag.errors import ConfigError
     from pipelines.objective import Batch
@@ -132,7 +132,7 @@ def first_batch(model: MACModel, stream: QADataset, count: int) -> Batch:
     )
 
 
-def step_memory(model: MACModel, batch: Batch, dropout: float, seed: int) -> int:
+def step_memory(model: AmortizedModel, batch: Batch, dropout: float, seed: int) -> int:
     """Peak bytes of one training step (equation 2) with back-propagation dropout, beyond weights and gradients.
 
     The gradients are allocated before the step, as in every step but the first. Afterwards the model is in evaluation
@@ -157,17 +157,17 @@ def step_memory(model: MACModel, batch: Batch, dropout: float, seed: int) -> int
     return peak
 
 
-def _to_train(name: str) -> MACModel:
+def _to_train(name: str) -> AmortizedModel:
     """Builds a preset from its pretrained parts, or loads a checkpoint."""
     from mac_rag.lm.devices import default_device
     from mac_rag.lm.loading import require_gradients
-    from mac_rag.model import MACModel
+    from mac_rag.model import AmortizedModel
     from mac_rag.model.presets import PRESETS
 
     if name not in PRESETS:
-        return MACModel.from_pretrained(name)
+        return AmortizedModel.from_pretrained(name)
     require_gradients(PRESETS[name].base_lm.quantization, default_device(None))
-    return MACModel.from_config(PRESETS[name])
+    return AmortizedModel.from_config(PRESETS[name])
 
 
 if __name__ == "__main__":

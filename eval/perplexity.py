@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from mac_rag.data.types import Document, QADataset
     from mac_rag.lm.base_lm import BaseLM
     from mac_rag.lm.prompt import PromptEncoder
-    from mac_rag.model import MACModel
+    from mac_rag.model import AmortizedModel
     from pipelines.tasks.train_config import TrainConfig
 
 BEGINNING = 0.1  # share of a document's tokens that the input encoder reads and the LM continues
@@ -75,13 +75,13 @@ def main(
     from eval.baselines.factory import open_factory
     from eval.baselines.finetuning import FineTuning
     from eval.harness.variants import Training, trained
-    from mac_rag.model import MACModel
+    from mac_rag.model import AmortizedModel
 
     tiny_steps = STEPS if scale == "tiny" and steps is None else steps
     training = Training(setup.model, data, path.parent / "variants", seed, tiny_steps, scale)
     half = len(stream.documents) // 2
     adapted, unseen = stream.documents[:half], stream.documents[half:]
-    models = {} if scale == "paper" else {"MAC, trained on questions": MACModel.from_pretrained(setup.model)}
+    models = {} if scale == "paper" else {"MAC, trained on questions": AmortizedModel.from_pretrained(setup.model)}
     models["MAC"] = trained(language_recipe(training, TRAINING_DOCUMENTS[scale]), training.runs)
     rows = [perplexity_row("LM alone", models["MAC"], adapted, unseen, batch_size, lm=models["MAC"].base_lm)]
     for name, network in models.items():
@@ -117,7 +117,7 @@ def main(
 
 def perplexity_row(
     name: str,
-    model: MACModel,
+    model: AmortizedModel,
     adapted: Sequence[Document],
     unseen: Sequence[Document],
     batch_size: int,
@@ -148,7 +148,12 @@ def perplexity_row(
 
 
 def perplexity(
-    model: MACModel, documents: Sequence[Document], phi: Tensor | None, batch_size: int, *, lm: BaseLM | None = None
+    model: AmortizedModel,
+    documents: Sequence[Document],
+    phi: Tensor | None,
+    batch_size: int,
+    *,
+    lm: BaseLM | None = None,
 ) -> float:
     """The perplexity of the tokens of documents after their first 10 %.
 

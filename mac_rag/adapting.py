@@ -26,7 +26,7 @@ from mac_rag.data.languages import language_of
 from mac_rag.data.provenance import Member
 from mac_rag.data.types import Document
 from mac_rag.errors import BankError, DocumentError, MACError
-from mac_rag.model import BATCH_TOKENS, MACModel
+from mac_rag.model import BATCH_TOKENS, AmortizedModel, MACModel
 from mac_rag.progress import progress_bar
 from mac_rag.shipped_models import shipped_name
 from mac_rag.sync import SyncedBank, is_held
@@ -141,7 +141,7 @@ class DocumentWriter:
         self, document: Document, on_long: Literal["chunk", "error"], advance: Callable[[int], object]
     ) -> list[list[int]]:
         try:
-            rows = self.model.amortization.plan(document.text, whole=on_long == "error", advance=advance)
+            rows = self.model.plan(document.text, whole=on_long == "error", advance=advance)
             if len(rows) >> PART_BITS:
                 raise DocumentError(
                     f"it has {len(rows):,} rows, and a document may have {(1 << PART_BITS) - 1:,}; split it"
@@ -253,11 +253,11 @@ class DocumentWriter:
         if phi is None:
             return ()
         if self.bound is None:
-            if isinstance(bank, MemoryBank):
+            if isinstance(bank, MemoryBank) and isinstance(self.model, AmortizedModel):
                 return put_with_overview(bank, self.model.aggregation, documents, phi, rows)
             return bank.put(documents, phi, rows)
         assert isinstance(bank, MemoryBank)  # see `MACEngine`
-        keep_rows_for(bank, self.model.aggregation)
+        keep_rows_for_model(bank, self.model)
         if self._bounded is None or self._bounded.bank is not bank:
             self._bounded = BoundedBank(bank, self.bound.maximum, self.bound.method)
         return self._bounded.put(documents, phi, rows).forgotten
@@ -267,6 +267,12 @@ class DocumentWriter:
         plan = self.plan(documents, bank)
         new = [document for document in documents if document.id in plan]
         self.put(bank, new, self.encode(new, plan), [len(plan[document.id]) for document in new])
+
+
+def keep_rows_for_model(bank: MemoryBank, model: MACModel) -> None:
+    """Has an empty bank keep rows for a model (`mac_rag.bank.overview.keep_rows_for`), if it is an amortized one."""
+    if isinstance(model, AmortizedModel):
+        keep_rows_for(bank, model.aggregation)
 
 
 def windows(documents: Sequence[Document], plan: Plan) -> Iterator[list[Document]]:

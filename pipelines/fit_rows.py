@@ -13,7 +13,7 @@ from mac_rag.cli.terminal import say
 from pipelines.recipe import ConfigOption, SetOption, load_recipe
 
 if TYPE_CHECKING:
-    from mac_rag.model import MACModel
+    from mac_rag.model import AmortizedModel
     from mac_rag.nn.product_quantizer import ProductQuantizer
 
 
@@ -34,13 +34,13 @@ def main(
     import random
 
     from mac_rag.errors import ConfigError
-    from mac_rag.model import MACModel
+    from mac_rag.model import AmortizedModel
     from mac_rag.model.checkpoint import CONFIG, write_quantizer
     from pipelines.tasks.train_config import TrainConfig
 
     if not (model / CONFIG).is_file():
-        raise ConfigError(f"{model} is no folder of a MAC model; save one there first (MACModel.save_pretrained)")
-    loaded = MACModel.from_pretrained(model)
+        raise ConfigError(f"{model} is no folder of a MAC model; save one there first (AmortizedModel.save_pretrained)")
+    loaded = AmortizedModel.from_pretrained(model)
     dataset = load_recipe(TrainConfig, config, set_).data.training_set()
     texts = [document.text for document in dataset.documents]
     texts = random.Random(seed).sample(texts, min(documents, len(texts)))
@@ -50,7 +50,7 @@ def main(
     say(f"{model}: {quantizer.code_bytes} bytes for each memory token, fitted to {source}")
 
 
-def fit_quantizer(model: MACModel, texts: Sequence[str], code_bytes: int, *, seed: int = 0) -> ProductQuantizer:
+def fit_quantizer(model: AmortizedModel, texts: Sequence[str], code_bytes: int, *, seed: int = 0) -> ProductQuantizer:
     """Fits codebooks to a model's memory tokens of representative documents.
 
     A model with a sentence encoder keeps the first token of a row as it is: the document prior compares it.

@@ -22,7 +22,7 @@ from mac_rag.config import Config
 from mac_rag.data.dates import ALWAYS
 from mac_rag.errors import ConfigError
 from mac_rag.lm.batching import length_buckets, similar_lengths
-from mac_rag.model import MACModel
+from mac_rag.model import AmortizedModel
 from mac_rag.nn.attention import recomputing_attention
 from mac_rag.nn.memory_tokens import MemoryTokens
 
@@ -89,7 +89,7 @@ class Batch:
 
 
 def mac_loss(
-    model: MACModel,
+    model: AmortizedModel,
     batch: Batch,
     weights: LossWeights,
     *,
@@ -218,7 +218,7 @@ def contrastive_loss(scores: Tensor, needed: Tensor) -> Tensor:
     return (scores.logsumexp(1) - of_targets).mean()
 
 
-def _dates(model: MACModel, batch: Batch, known: int) -> Tensor | None:
+def _dates(model: AmortizedModel, batch: Batch, known: int) -> Tensor | None:
     """Dates of a batch's documents and of further negatives `[known]`; None without a recency term, or without dates.
 
     Negatives are before all documents of the batch: they are on other subjects, and their dates are not kept.
@@ -228,7 +228,7 @@ def _dates(model: MACModel, batch: Batch, known: int) -> Tensor | None:
     return torch.tensor([*batch.dates, *[ALWAYS] * (known - len(batch.dates))], device=model.device)
 
 
-def amortize_with_dropout(model: MACModel, rows: Sequence[Sequence[int]], dropout: float) -> MemoryTokens:
+def amortize_with_dropout(model: AmortizedModel, rows: Sequence[Sequence[int]], dropout: float) -> MemoryTokens:
     """Memory tokens of K documents, of which a random subset carries gradients, scaled to be unbiased.
 
     The subset has `max(1, round((1 - p) K))` documents, drawn from torch's default generator.
@@ -251,7 +251,7 @@ def amortize_with_dropout(model: MACModel, rows: Sequence[Sequence[int]], dropou
 
 
 def _mean_loss(
-    model: MACModel,
+    model: AmortizedModel,
     prompts: Sequence[list[int]],
     targets: Sequence[list[int]],
     phi: Tensor,
@@ -264,7 +264,7 @@ def _mean_loss(
 
 
 @torch.no_grad()
-def with_own_answers(model: MACModel, batch: Batch) -> list[str]:
+def with_own_answers(model: AmortizedModel, batch: Batch) -> list[str]:
     """The answers of a batch; in place of unknown ones, the LM's own after the question's document.
 
     The LM answers greedily, without memory, in at most `max_new_tokens` tokens.
@@ -281,13 +281,13 @@ def with_own_answers(model: MACModel, batch: Batch) -> list[str]:
 
 
 @torch.no_grad()
-def _teacher(model: MACModel, batch: Batch, answers: Sequence[list[int]]) -> Tensor:
+def _teacher(model: AmortizedModel, batch: Batch, answers: Sequence[list[int]]) -> Tensor:
     """Probabilities of each answer token after the question's own document: `[N, vocabulary]`, in float32."""
     open_book = _open_book(model, batch, [len(answer) for answer in answers])
     return _logits(model, open_book, answers, None).float().softmax(-1)
 
 
-def _open_book(model: MACModel, batch: Batch, rooms: Sequence[int]) -> list[list[int]]:
+def _open_book(model: AmortizedModel, batch: Batch, rooms: Sequence[int]) -> list[list[int]]:
     """Each question after its own document, with room for that many tokens after it."""
     return [
         model.base_lm.prompts.prompt(question, [batch.documents[index]], model.context_window - room)
@@ -296,7 +296,7 @@ def _open_book(model: MACModel, batch: Batch, rooms: Sequence[int]) -> list[list
 
 
 def _logits(
-    model: MACModel,
+    model: AmortizedModel,
     prompts: Sequence[list[int]],
     targets: Sequence[list[int]],
     phi: Tensor | None,

@@ -32,7 +32,7 @@ from mac_rag.lm.devices import DTYPES
 from mac_rag.lm.fetched import local_place
 from mac_rag.lm.loading import describe_first_layers, empty_backbone, loaded
 from mac_rag.lm.model_folders import pinned
-from mac_rag.model import MACModel
+from mac_rag.model import AmortizedModel
 from mac_rag.model.factory import make_encoder
 from mac_rag.nn.amortization import EncoderDecoder, EncoderPooling
 from mac_rag.untrusted_files import read_json
@@ -74,7 +74,7 @@ def architecture(name: str, revision: str | None = None) -> Any:
     return loaded("an architecture", place, AutoConfig.from_pretrained, revision=pinned(place, revision))
 
 
-def empty_model(config: MACConfig) -> MACModel:
+def empty_model(config: MACConfig) -> AmortizedModel:
     """A MAC model with its shapes and without numbers.
 
     Raises:
@@ -99,7 +99,7 @@ def empty_model(config: MACConfig) -> MACModel:
             tokenizer = base_lm.tokenizer if alike else _tokenizer(backbone.config.vocab_size)
             encoders.append(make_encoder(config, part, backbone, tokenizer, base_lm))
         # Templates of prompts change no size, and the stand-in for a tokenizer has no chat template.
-        return MACModel(config.model_copy(update={"prompt": PromptFormat()}), base_lm, *encoders)
+        return AmortizedModel(config.model_copy(update={"prompt": PromptFormat()}), base_lm, *encoders)
 
 
 def _described(part: EncoderConfig, lm: Any) -> Any:
@@ -121,7 +121,7 @@ def _tokenizer(vocabulary: int) -> Any:
     return PreTrainedTokenizerFast(tokenizer_object=model, unk_token=unknown, pad_token=pad, eos_token=eos)
 
 
-def document_bytes(model: MACModel, rows: str) -> int:
+def document_bytes(model: AmortizedModel, rows: str) -> int:
     """Bytes of a document in a bank on disk whose rows are `bf16` or `int8`."""
     width = model.base_lm.width
     return model.config.tokens * (2 * width if rows == "bf16" else width + 4) + 4 * model.aggregation.summary_width
@@ -156,7 +156,7 @@ def sizes_of(recipe: TrainConfig, documents: int = 10_000, questions: int = 1, c
     return parts
 
 
-def _weights(model: MACModel) -> dict[str, tuple[list[nn.Parameter], int]]:
+def _weights(model: AmortizedModel) -> dict[str, tuple[list[nn.Parameter], int]]:
     """The parameters of each part, and its bytes with buffers; what parts share belongs to the first of them."""
     config, seen, quantized, found = model.config, set[int](), {}, {}
     kinds = [part.quantization for part in (config.amortization, config.input_encoder)]
@@ -187,7 +187,7 @@ def _optimize(part: Part, changed: list[nn.Parameter], size: int, trainer: Train
     }
 
 
-def _train(model: MACModel, parts: dict[str, Part], recipe: TrainConfig) -> None:
+def _train(model: AmortizedModel, parts: dict[str, Part], recipe: TrainConfig) -> None:
     """Adds the FLOPs of an optimizer step, and the bytes that each of its passes keeps for the backward pass."""
     trainer, losses, again = recipe.trainer, recipe.losses, recipe.trainer.gradient_checkpointing
     number, documents, read = 2 if trainer.precision == "bf16" else 4, trainer.batch_size, model.amortization.max_tokens
@@ -220,7 +220,7 @@ def _train(model: MACModel, parts: dict[str, Part], recipe: TrainConfig) -> None
         add(BASE_LM, questions * _lm(model, QUESTION_TOKENS + read, ANSWER_TOKENS, number)[0], 0)
 
 
-def _answer(model: MACModel, parts: dict[str, Part], documents: int, questions: int, context: int) -> None:
+def _answer(model: AmortizedModel, parts: dict[str, Part], documents: int, questions: int, context: int) -> None:
     """Adds the bytes of answering, and the FLOPs of adapting to one document and of answering one question."""
     config, sizes, attention = model.config, model.config.aggregation, AttentionConfig()
     shape, readings = model.base_lm.shape(config.modulation), 1 if config.memory_weight == 1 else 2
@@ -259,7 +259,7 @@ def _encoder(network: Any, tokens: int, number: int = 4, again: bool = False) ->
     return flops, (2 + again) * (flops - frozen), kept
 
 
-def _aggregation(model: MACModel, rows: int, questions: int = 1, number: int = 4) -> tuple[int, int, int]:
+def _aggregation(model: AmortizedModel, rows: int, questions: int = 1, number: int = 4) -> tuple[int, int, int]:
     """FLOPs of a row's keys and values, and of a question to so many rows; bytes that a step keeps of all."""
     sizes, tokens, width = model.config.aggregation, model.config.tokens, model.base_lm.width
     inner, asked, wide = sizes.heads * sizes.head_width, model.config.modulation_tokens, sizes.feed_forward * width
@@ -270,7 +270,7 @@ def _aggregation(model: MACModel, rows: int, questions: int = 1, number: int = 4
     return projecting, asking, kept
 
 
-def _lm(model: MACModel, read: int, logits: int, number: int = 4, again: bool = False) -> tuple[int, int]:
+def _lm(model: AmortizedModel, read: int, logits: int, number: int = 4, again: bool = False) -> tuple[int, int]:
     """FLOPs and kept bytes of the LM for one row, which reads a prefix and so many tokens and gives so many logits."""
     lm, config, shape = model.base_lm, model.base_lm.model.config, model.base_lm.shape(model.config.modulation)
     head, prefix = config.hidden_size * config.vocab_size, model.modulation.prefix_length

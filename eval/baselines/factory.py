@@ -20,7 +20,7 @@ from mac_rag.config import BaseLMConfig, Config, EncoderConfig
 from mac_rag.data.types import QADataset
 from mac_rag.errors import ConfigError
 from mac_rag.lm.base_lm import BaseLM
-from mac_rag.model import MACModel
+from mac_rag.model import AmortizedModel
 
 # Examples in a few-shot prompt, and documents before a question for the retriever alone.
 _EXAMPLES, _K = 5, 5
@@ -91,7 +91,7 @@ class SystemFactory:
 
     def __init__(
         self,
-        model: MACModel,
+        model: AmortizedModel,
         setup: BaselineSetup,
         training_set: Callable[[], QADataset],
         validation_set: Callable[[], QADataset],
@@ -230,7 +230,7 @@ def open_factory(
         return open_stream(data, split, documents, seed=seed, scale=scale)[0]
 
     return SystemFactory(
-        MACModel.from_pretrained(setup.model, device=device),
+        AmortizedModel.from_pretrained(setup.model, device=device),
         baselines,
         lambda: dataset("train", baselines.training_documents),
         lambda: dataset("val", baselines.validation_documents),

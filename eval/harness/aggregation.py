@@ -18,7 +18,7 @@ from mac_rag.bank.projection import ProjectedBank
 from mac_rag.bank.reduction import BoundedBank, ReductionMethod
 from mac_rag.data.types import Document, QADataset, Question
 from mac_rag.engine import Answer
-from mac_rag.model import MACModel
+from mac_rag.model import AmortizedModel
 from mac_rag.nn.attention import direct_attention
 from mac_rag.nn.bank_view import BankView
 from mac_rag.nn.hierarchical import hierarchical
@@ -46,7 +46,7 @@ class AggregationMethod:
 
 
 def measure(
-    model: MACModel, methods: Iterable[AggregationMethod], dataset: QADataset, batch_size: int
+    model: AmortizedModel, methods: Iterable[AggregationMethod], dataset: QADataset, batch_size: int
 ) -> tuple[list[Row], dict[str, list[Verdict]]]:
     """Answers all questions of a stream with each method; the first one attends to the whole bank.
 
@@ -81,7 +81,7 @@ def measure(
 
 @torch.no_grad()
 def _answers(
-    model: MACModel, method: AggregationMethod, questions: Sequence[Question], batch_size: int
+    model: AmortizedModel, method: AggregationMethod, questions: Sequence[Question], batch_size: int
 ) -> tuple[list[Answer], int, float]:
     """The answers, the peak bytes of aggregating the first batch, and the seconds of all aggregation."""
     answers: list[Answer] = []
@@ -102,7 +102,9 @@ def _answers(
     return answers, peak, seconds
 
 
-def hierarchical_methods(model: MACModel, bank: MemoryBank, subgroups: Sequence[int]) -> Iterator[AggregationMethod]:
+def hierarchical_methods(
+    model: AmortizedModel, bank: MemoryBank, subgroups: Sequence[int]
+) -> Iterator[AggregationMethod]:
     """Figure 5 of the paper: attention to the whole bank in one softmax, streamed, and in subgroups of size M."""
     network, view = model.aggregation, _projected(model, bank)
     entries = len(view.row_keys)
@@ -122,7 +124,7 @@ def hierarchical_methods(model: MACModel, bank: MemoryBank, subgroups: Sequence[
 
 
 def reduction_methods(
-    model: MACModel, bank: MemoryBank, documents: Sequence[Document], seed: int
+    model: AmortizedModel, bank: MemoryBank, documents: Sequence[Document], seed: int
 ) -> Iterator[AggregationMethod]:
     """Figure 7 of the paper: the whole bank, and banks of 75, 50 and 25 % of the documents, filled in stream order."""
     phi = torch.cat([bank[document.id].phi for document in documents])
@@ -145,7 +147,7 @@ def reduction_methods(
             )
 
 
-def _streaming(model: MACModel, view: BankView) -> Aggregate:
+def _streaming(model: AmortizedModel, view: BankView) -> Aggregate:
     """Exact attention over all rows of a view, streamed in chunks."""
 
     def aggregate(question: MemoryTokens) -> Tensor:
@@ -155,6 +157,6 @@ def _streaming(model: MACModel, view: BankView) -> Aggregate:
     return aggregate
 
 
-def _projected(model: MACModel, bank: MemoryBank) -> ProjectedBank:
+def _projected(model: AmortizedModel, bank: MemoryBank) -> ProjectedBank:
     """A view that caches no keys and values, so that the peak of aggregation includes projecting them."""
     return ProjectedBank(model.aggregation, bank, device=model.device, budget_bytes=0, chunk_rows=64)

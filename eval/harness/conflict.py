@@ -19,6 +19,7 @@ from mac_rag.data.metrics import exact_match, normalize
 from mac_rag.data.types import Answer, Document, QADataset, Question
 from mac_rag.engine import MACEngine
 from mac_rag.errors import DataError
+from mac_rag.model import AmortizedModel
 
 Kind = Literal["outdated", "counterfactual"]
 
@@ -239,7 +240,9 @@ def measure(
     """
     newest, shuffled = newest_only(dataset), with_shuffled_dates(dataset.documents, seed)
     kind = cases[0].kind
-    recency = engine.model.aggregation.recency is not None
+    model = engine.model
+    assert isinstance(model, AmortizedModel)
+    recency = model.aggregation.recency is not None
     measured: list[tuple[Row, list[Verdict]]] = []
     without: dict[str, dict[str, list[float]]] = {}  # figures of each question, by the document before it
     for condition in _conditions(kind, recency):
@@ -249,7 +252,7 @@ def measure(
         if condition.dates == "shuffled":
             engine.adapt(shuffled)
         began = time.perf_counter()
-        with engine.model.without_recency() if condition.dates == "unused" else nullcontext():
+        with model.without_recency() if condition.dates == "unused" else nullcontext():
             answers = _answers(engine, asked, condition, newest, batch_size)
         seconds = time.perf_counter() - began
         if condition.dates == "shuffled":

@@ -23,8 +23,7 @@ from mac_rag.engine import MACEngine
 from mac_rag.lm.batching import pad_rows
 from mac_rag.lm.decoding import ExtractiveDecoding, MaxRuleEnsemble, numeral_tokens
 from mac_rag.lm.prompt import FittedPrompt
-from mac_rag.model import MACModel
-from mac_rag.model.mac import BATCH_TOKENS
+from mac_rag.model import BATCH_TOKENS, AmortizedModel
 from mac_rag.nn.memory_tokens import MemoryTokens
 from mac_rag.progress import progress_bar
 from mac_rag.retrieval import BM25Retriever
@@ -61,7 +60,9 @@ class Controls:
     """
 
     def __init__(self, engine: MACEngine, dataset: QADataset, *, batch_size: int = 32) -> None:
+        assert isinstance(engine.model, AmortizedModel)
         self.engine = engine
+        self.model = engine.model
         self.dataset = dataset
         self.batch_size = batch_size
         self.not_run: dict[str, str] = {}
@@ -90,7 +91,7 @@ class Controls:
         both = [(*mine, *theirs) for mine, theirs in zip(found, first_documents, strict=True)]
         yield Control("both texts, max rule", self._from_two_texts(both), both, 2)
         # The slowest comes last: without the prior no row of the bank can be skipped.
-        if self.engine.model.aggregation.prior is not None:
+        if self.model.aggregation.prior is not None:
             yield Control("memory, prior off", partial(self._from_memory, use_prior=False), everything)
         else:
             self.not_run["memory, prior off"] = "the model has no document prior"
@@ -109,7 +110,7 @@ class Controls:
 
     def _against_side_by_side(self) -> str | None:
         """The reason why the LM cannot read several rows of memory tokens side by side; None if it can."""
-        model = self.engine.model
+        model = self.model
         if model.config.modulation.kind not in ("prefix", "prompt") or model.config.modulation.attention_sink:
             return "only a prefix without an attention sink, and a prompt, may have more than T tokens"
         positions = SIDE_BY_SIDE * model.modulation.prefix_length + model.config.max_new_tokens
@@ -134,7 +135,7 @@ class Controls:
         def answer(numbers: Sequence[int]) -> list[str]:
             phi = torch.stack([self._ranked.tokens(rows[number]) for number in numbers])
             prompts = [self._fitted(number) for number in numbers]
-            return self.engine.model.generate(prompts, modulation=phi)
+            return self.model.generate(prompts, modulation=phi)
 
         return Control(name, answer, self._owners(rows), k)
 
@@ -148,7 +149,7 @@ class Controls:
         return Control(name, answer, documents, 1)
 
     def _from_memory(self, numbers: Sequence[int], *, use_prior: bool) -> list[str]:
-        with nullcontext() if use_prior else self.engine.model.without_document_prior():
+        with nullcontext() if use_prior else self.model.without_document_prior():
             return self._asked([self._fitted(number) for number in numbers], use_memory=True)
 
     def _from_two_texts(self, documents: Sequence[Documents]) -> Callable[[Sequence[int]], list[str]]:
@@ -159,7 +160,7 @@ class Controls:
                 [self._fitted(number, documents[number][place]) for number in numbers]
                 for place in (slice(0, 1), slice(-1, None))
             )
-            return answers_from_two_texts(self.engine.model, first, second)
+            return answers_from_two_texts(self.model, first, second)
 
         return answer
 
@@ -170,7 +171,7 @@ class Controls:
     def _fitted(self, number: int, document_ids: Sequence[str] = ()) -> FittedPrompt:
         """The prompt of a question after documents, truncated to fit."""
         texts = [self._texts[document_id] for document_id in document_ids]
-        return self.engine.model.fit_to_window(self._questions[number], texts, overflow="truncate")
+        return self.model.fit_to_window(self._questions[number], texts, overflow="truncate")
 
 
 def ask_controls(
@@ -235,9 +236,9 @@ def _answers(controls: Controls, control: Control, kept: KeptAnswers) -> tuple[l
 def _attended(controls: Controls, kept: KeptAnswers) -> list[str]:
     """Id of the document with most of each question's attention."""
     engine = controls.engine
-    if engine.model.aggregation.prior is not None:
+    if controls.model.aggregation.prior is not None:
         engine = MACEngine(
-            engine.model, engine.bank, attention=AttentionConfig(strategy="preselect", preselected=_PRESELECTED)
+            controls.model, engine.bank, attention=AttentionConfig(strategy="preselect", preselected=_PRESELECTED)
         )
 
     def answer(numbers: Sequence[int]) -> list[str]:
@@ -277,15 +278,17 @@ class RankedRows:
     """
 
     def __init__(self, engine: MACEngine, questions: Sequence[str]) -> None:
+        assert isinstance(engine.model, AmortizedModel)
         self._engine = engine
+        self._model = model = engine.model
         self._rows = [(entry.members[0].document_id, row) for entry in engine.bank for row in range(entry.rows)]
         self.owners = [document_id for document_id, _ in self._rows]
-        phi = engine.bank.phi.to(engine.model.device, torch.float32)
+        phi = engine.bank.phi.to(model.device, torch.float32)
         parts = []
         with progress_bar("rank", len(questions)) as bar:
             for first in range(0, len(questions), _QUESTIONS):
                 batch = questions[first : first + _QUESTIONS]
-                parts.append(_scores(engine.model, batch, phi).cpu())
+                parts.append(_scores(model, batch, phi).cpu())
                 bar.advance(len(batch))
         self.scores = torch.cat(parts)
 
@@ -306,7 +309,7 @@ class RankedRows:
 
     def tokens(self, rows: Sequence[int]) -> Tensor:
         """The memory tokens of rows side by side, `[rows * T, D]`, on the model's device."""
-        model = self._engine.model
+        model = self._model
         parts = []
         for row in rows:
             document_id, place = self._rows[row]
@@ -315,7 +318,7 @@ class RankedRows:
 
 
 @torch.no_grad()
-def _scores(model: MACModel, questions: Sequence[str], phi: Tensor) -> Tensor:
+def _scores(model: AmortizedModel, questions: Sequence[str], phi: Tensor) -> Tensor:
     """`[B, K]`: the document prior's scores of all rows, or the attention mass for a model without one."""
     prior = model.aggregation.prior
     if prior is None:
@@ -328,7 +331,7 @@ def _scores(model: MACModel, questions: Sequence[str], phi: Tensor) -> Tensor:
 
 @torch.no_grad()
 def answers_from_two_texts(
-    model: MACModel, first: Sequence[FittedPrompt], second: Sequence[FittedPrompt], weight: float = 0.5
+    model: AmortizedModel, first: Sequence[FittedPrompt], second: Sequence[FittedPrompt], weight: float = 0.5
 ) -> list[str]:
     """Answers greedily without memory; of two prompts the more confident one chooses each token (the max rule).
 

@@ -12,7 +12,7 @@ from eval.harness.protocol import judge, summarize
 from eval.harness.results import Row, Verdict
 from mac_rag.data.types import Document, Question
 from mac_rag.engine import Answer, MACEngine
-from mac_rag.model import MACModel
+from mac_rag.model import AmortizedModel
 
 
 class System(ABC):
@@ -50,7 +50,7 @@ class MACSystem(System):
 
     name = "MAC"
 
-    def __init__(self, model: MACModel, *, batch_size: int = 32) -> None:
+    def __init__(self, model: AmortizedModel, *, batch_size: int = 32) -> None:
         self.networks = [model.amortization]
         self._engine = MACEngine(model)
         self._batch_size = batch_size

@@ -33,7 +33,7 @@ from mac_rag.data.types import Document, QADataset
 from mac_rag.engine import MACEngine
 from mac_rag.errors import ConfigError
 from mac_rag.lm.loading import resolve
-from mac_rag.model import MACModel
+from mac_rag.model import AmortizedModel
 from mac_rag.model.checkpoint import find, read_config
 from mac_rag.model.presets import PAPER, merged, preset
 from mac_rag.progress import progress_bar
@@ -179,8 +179,8 @@ def grafted(config: MACConfig, trained: Path, fresh: Part | None, folder: Path, 
     with _locked(place):
         if not place.exists():
             torch.manual_seed(seed)
-            model = MACModel.from_config(config, device="cpu")
-            trained_weights = MACModel.from_pretrained(trained, device="cpu").mac_state()
+            model = AmortizedModel.from_config(config, device="cpu")
+            trained_weights = AmortizedModel.from_pretrained(trained, device="cpu").mac_state()
             with torch.no_grad():
                 for name, parameter in model.mac_state().items():
                     if not (name.startswith(f"{fresh}.") and parameter.requires_grad):
@@ -190,7 +190,7 @@ def grafted(config: MACConfig, trained: Path, fresh: Part | None, folder: Path, 
     return place
 
 
-def trained(recipe: TrainConfig, runs: Path) -> MACModel:
+def trained(recipe: TrainConfig, runs: Path) -> AmortizedModel:
     """Trains a model, or loads it if the training of an equal recipe is finished; an interrupted one continues.
 
     Raises:
@@ -201,7 +201,7 @@ def trained(recipe: TrainConfig, runs: Path) -> MACModel:
         if not (place / "last").exists():
             keep_recipe(recipe, place)
             Trainer(TrainTask(recipe), recipe.trainer, place).run()
-    return MACModel.from_pretrained(place / "best")
+    return AmortizedModel.from_pretrained(place / "best")
 
 
 def run_variants(
@@ -255,7 +255,7 @@ def run_variants(
     )
 
 
-def evaluate(name: str, model: MACModel, dataset: QADataset, batch_size: int) -> tuple[Row, list[Verdict]]:
+def evaluate(name: str, model: AmortizedModel, dataset: QADataset, batch_size: int) -> tuple[Row, list[Verdict]]:
     """Adapts a model to a stream and asks its questions from memory alone; the row has the measure `answer_loss`, see
     there.
     """
@@ -270,7 +270,7 @@ def evaluate(name: str, model: MACModel, dataset: QADataset, batch_size: int) ->
     return row.model_copy(update={"seconds": None, "measures": {"answer_loss": loss}}), verdicts
 
 
-def answer_loss(model: MACModel, engine: MACEngine, dataset: QADataset, batch_size: int) -> float:
+def answer_loss(model: AmortizedModel, engine: MACEngine, dataset: QADataset, batch_size: int) -> float:
     """Mean negative log-likelihood, in nats a token, of the answers under phi* (equation 2)."""
     prompts = model.base_lm.prompts
     bank = model.project(engine.bank.phi)

@@ -20,7 +20,7 @@ from mac_rag.nn.memory_tokens import MemoryTokens
 from mac_rag.nn.unpadded_bert import last_states_without_gradients
 
 if TYPE_CHECKING:
-    from mac_rag.model import MACModel
+    from mac_rag.model import AmortizedModel
 
 
 # Number of questions whose attention mass is computed together.
@@ -67,7 +67,7 @@ def prior_summary(scores: Tensor, visible: Tensor | None) -> Tensor:
 class BringsReader(BankContents, Protocol):
     """Contents of a bank that this process cannot read by itself."""
 
-    def reader(self, model: MACModel, config: AttentionConfig) -> Reader:
+    def reader(self, model: AmortizedModel, config: AttentionConfig) -> Reader:
         """A reader of these contents."""
 
 
@@ -80,7 +80,7 @@ class Reader(ABC):
         config: attention strategy and cache of keys and values.
     """
 
-    def __init__(self, model: MACModel, bank: BankContents, config: AttentionConfig) -> None:
+    def __init__(self, model: AmortizedModel, bank: BankContents, config: AttentionConfig) -> None:
         self.model = model
         self.bank = bank
         self.config = config

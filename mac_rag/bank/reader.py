@@ -22,7 +22,7 @@ from mac_rag.nn.memory_tokens import MemoryTokens
 
 if TYPE_CHECKING:
     from mac_rag.bank.interface import BankContents
-    from mac_rag.model import MACModel
+    from mac_rag.model import AmortizedModel, MACModel
 
 
 class BankReader(Reader):
@@ -40,7 +40,7 @@ class BankReader(Reader):
 
     bank: Contents
 
-    def __init__(self, model: MACModel, bank: Contents, config: AttentionConfig) -> None:
+    def __init__(self, model: AmortizedModel, bank: Contents, config: AttentionConfig) -> None:
         if config.strategy == "preselect" and model.aggregation.prior is None:
             raise ConfigError("this model has no document prior to preselect by; choose strategy 'streaming'")
         if config.strategy == "hierarchical" and model.aggregation.slots is not None:
@@ -130,6 +130,9 @@ def reader_of(model: MACModel, bank: BankContents, config: AttentionConfig) -> R
     Raises:
         ConfigError: for a strategy that the model or the bank does not support.
     """
+    from mac_rag.model import AmortizedModel
+
+    assert isinstance(model, AmortizedModel)
     if isinstance(bank, Contents):
         return BankReader(model, bank, config)
     return cast(BringsReader, bank).reader(model, config)  # no check at run time: it would look at each property

@@ -140,8 +140,8 @@ def adapt(
 
     --keep-texts and --rows take effect when a bank is created; later calls need not repeat them.
     """
+    from mac_rag.adapting import keep_rows_for_model
     from mac_rag.bank.bank import MemoryBank
-    from mac_rag.bank.overview import keep_rows_for
     from mac_rag.config import BoundConfig
     from mac_rag.data.readers import find_files, read_documents
     from mac_rag.data.table import raise_error
@@ -178,7 +178,7 @@ def adapt(
     if opened is None:  # not `if not opened`: an empty bank is false, too
         opened = MemoryBank.create_on_commit(bank, loaded.fingerprint, keep_texts=keep_texts, rows=rows)
         if rows == "pq":  # refuses a model without codebooks before it encodes anything
-            keep_rows_for(opened, loaded.aggregation)
+            keep_rows_for_model(opened, loaded)
     retriever = with_index(retriever, opened)
     text_retriever = open_retriever(retriever, retriever_folder, opened)
     bound = None if max_entries is None else BoundConfig(maximum=max_entries, method=reduction)

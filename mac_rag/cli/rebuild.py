@@ -53,9 +53,9 @@ def rebuild(
     A LlamaIndex docstore or vector store cannot serve as --retriever. In Python, MemoryWriter.from_index adapts a new
     bank to it.
     """
+    from mac_rag.adapting import keep_rows_for_model
     from mac_rag.bank.bank import MemoryBank
     from mac_rag.bank.bm25 import BankBM25Retriever
-    from mac_rag.bank.overview import keep_rows_for
     from mac_rag.engine import MACEngine
     from mac_rag.model import MACModel
     from mac_rag.rebuilding import rebuild as make_anew
@@ -83,7 +83,7 @@ def rebuild(
     if begun is None:
         begun = MemoryBank.create_on_commit(into, loaded.fingerprint, keep_texts=keep_texts, rows=rows)
         if rows == "pq":  # refuses a model without codebooks before it encodes anything
-            keep_rows_for(begun, loaded.aggregation)
+            keep_rows_for_model(begun, loaded)
     engine = MACEngine(loaded, begun, BankBM25Retriever(begun) if retriever == "bm25" else None)
     with engine.bank:
         try:

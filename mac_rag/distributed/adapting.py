@@ -32,7 +32,7 @@ from mac_rag.distributed.groups import Found, Group
 from mac_rag.distributed.staging import Staging
 from mac_rag.distributed.workers import CPUS, Amortizer, BulkJob, find_documents, from_row, to_row
 from mac_rag.errors import BankError, ConfigError, WorkerError
-from mac_rag.model import MACModel
+from mac_rag.model import AmortizedModel, MACModel
 from mac_rag.progress import progress_bar
 from mac_rag.sync import SyncedBank, is_held
 
@@ -61,6 +61,7 @@ class BulkAdapter:
 
     Raises:
         FingerprintError: if another model wrote the bank.
+        ConfigError: for a model that is not amortized.
     """
 
     def __init__(
@@ -75,6 +76,8 @@ class BulkAdapter:
         actors: int | None = None,
     ) -> None:
         bank.check_model(model.fingerprint)
+        if not isinstance(model, AmortizedModel):
+            raise ConfigError(f"workers write no rows of a model of the kind {model.kind!r}; adapt without Ray")
         self._model = model
         self._name = name
         self._path = path

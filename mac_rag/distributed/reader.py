@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from mac_rag.bank.interface import BankContents
     from mac_rag.config import AttentionConfig
     from mac_rag.distributed.sharded_contents import ShardedContents
-    from mac_rag.model import MACModel
+    from mac_rag.model import AmortizedModel
     from mac_rag.nn.memory_tokens import MemoryTokens
 
 
@@ -47,7 +47,7 @@ class ShardedReader(Reader):
 
     bank: ShardedContents
 
-    def __init__(self, model: MACModel, bank: ShardedContents, config: AttentionConfig) -> None:
+    def __init__(self, model: AmortizedModel, bank: ShardedContents, config: AttentionConfig) -> None:
         if config.strategy != "streaming":
             raise ConfigError(
                 f"strategy is {config.strategy!r}, which cannot read a bank in shards; choose 'streaming'"

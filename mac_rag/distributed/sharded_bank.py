@@ -27,7 +27,7 @@ from mac_rag.errors import BankError, ShardLostError
 
 if TYPE_CHECKING:
     from mac_rag.config import AttentionConfig
-    from mac_rag.model import MACModel
+    from mac_rag.model import AmortizedModel, MACModel
 
 
 class ShardedSnapshot(ShardedContents):
@@ -50,7 +50,7 @@ class ShardedSnapshot(ShardedContents):
         """As `ShardedContents.timeline`, made once."""
         return super().timeline
 
-    def reader(self, model: MACModel, config: AttentionConfig) -> ShardedReader:
+    def reader(self, model: AmortizedModel, config: AttentionConfig) -> ShardedReader:
         """See `mac_rag.bank.base_reader.BringsReader`."""
         return ShardedReader(model, self, config)
 
@@ -123,7 +123,7 @@ class ShardedBank(ShardedContents):
 
         Raises:
             BankError: if the folder already holds a bank or shards.
-            ConfigError: for an impossible number of shards; without Ray.
+            ConfigError: for an impossible number of shards, and for a model that is not amortized; without Ray.
         """
         settings = ShardSettings.of_new(Path(folder).absolute(), model, shards)
         return cls(settings, partial(RayShards, options=actor_options), partial_answers=partial_answers, create=True)

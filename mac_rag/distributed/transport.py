@@ -78,6 +78,7 @@ class ShardSettings:
         Raises:
             BankError: if there is none, or its manifest is damaged.
             FingerprintError: if another model wrote it.
+            ConfigError: for a model that is not amortized.
         """
         manifest = ShardsManifest.read(
             folder / SHARDS,
@@ -92,7 +93,7 @@ class ShardSettings:
 
         Raises:
             BankError: if the folder already holds a bank.
-            ConfigError: for an impossible number of shards.
+            ConfigError: for an impossible number of shards, and for a model that is not amortized.
         """
         if not 1 <= shards <= MOST_SHARDS:
             raise ConfigError(f"shards is {shards}; choose 1 to {MOST_SHARDS}")
@@ -108,6 +109,10 @@ class ShardSettings:
 
 
 def _network_of(model: MACModel) -> AggregationNetwork:
+    from mac_rag.model import AmortizedModel
+
+    if not isinstance(model, AmortizedModel):
+        raise ConfigError(f"a model of the kind {model.kind!r} writes no banks in shards; make a bank in one piece")
     network: AggregationNetwork = copy.deepcopy(model.aggregation).cpu().eval()
     return network
 

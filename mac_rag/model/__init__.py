@@ -1,5 +1,6 @@
-"""The whole MAC model: its networks around a frozen LM, and its checkpoints."""
+"""Whole models: a frozen LM with a memory, and its checkpoints. Importing this package registers all kinds of models."""
 
-from mac_rag.model.mac import BATCH_TOKENS, MACModel
+from mac_rag.model.amortized import AmortizedModel
+from mac_rag.model.base import BATCH_TOKENS, MACModel
 
-__all__ = ["BATCH_TOKENS", "MACModel"]
+__all__ = ["BATCH_TOKENS", "AmortizedModel", "MACModel"]

@@ -1,6 +1,6 @@
 """Checkpoints of MAC models: a folder of JSON, safetensors and tokenizers. Reading one checks all names of weights.
 
-config.json             the configuration: all sizes, the base models and their revisions
+config.json             the configuration: all sizes, the base models and their revisions; the kind of the model
 model.safetensors       MAC's own networks
 amortization/           architecture of the amortization network's backbone; its tokenizer, if it is not the base LM's
 input_encoder/          the same for the input encoder
@@ -8,7 +8,8 @@ sentence_encoder/       architecture of the sentence encoder, if there is one
 rows.safetensors        codebooks for banks with rows `pq`, if they were fitted (`mac_rag.nn.product_quantizer`)
 base_lm/                the base LM, if it was tuned or is not on the Hub
 
-A checkpoint reads and writes the parts of a model; `mac_rag.model.MACModel` assembles them.
+A checkpoint reads and writes the parts of a model; `mac_rag.model.AmortizedModel` assembles them. Other kinds of models
+have other files, but all have a `config.json` (`read_values`).
 """
 
 from __future__ import annotations
@@ -47,6 +48,7 @@ SHIPPED = Path(__file__).parents[1] / "shipped"
 WEIGHTS = "model.safetensors"
 QUANTIZER = "rows.safetensors"
 CONFIG = "config.json"
+AMORTIZED = "amortized"  # the kind of a model whose configuration names none
 SENTENCE_ENCODER = "sentence_encoder"
 _LARGEST_CONFIG = 1 << 20
 _LARGEST_QUANTIZER = 256 << 20
@@ -86,11 +88,11 @@ def write(
     lm_was_trained: bool,
     quantizer: ProductQuantizer | None,
 ) -> None:
-    """Writes a checkpoint; see `MACModel.save_pretrained`.
+    """Writes a checkpoint; see `AmortizedModel.save_pretrained`.
 
     Args:
         parts: the parts of the model.
-        weights: the weights of MAC's own networks, by name (`MACModel.mac_state`).
+        weights: the weights of MAC's own networks, by name (`AmortizedModel.mac_state`).
         folder: a new or empty folder.
         dtype: dtype of the stored weights; None keeps each weight's own.
         lm_was_trained: True if the base LM was trained; then the checkpoint stores it.
@@ -171,7 +173,7 @@ def upload(
     lm_was_trained: bool,
     quantizer: ProductQuantizer | None,
 ) -> str:
-    """Uploads a checkpoint; see `MACModel.push_to_hub`."""
+    """Uploads a checkpoint; see `AmortizedModel.push_to_hub`."""
     from huggingface_hub import HfApi
 
     api = HfApi(token=token)
@@ -264,8 +266,8 @@ def find(name_or_path: str | Path, revision: str | None) -> Path:
     return folder
 
 
-def read_config(folder: Path) -> MACConfig:
-    """The configuration of a checkpoint.
+def read_values(folder: Path) -> tuple[str, dict[str, Any]]:
+    """The kind of a checkpoint's model, and the values of its configuration, not validated.
 
     Raises:
         ModelLoadError: if the file is missing, not JSON, or of another format.
@@ -284,8 +286,20 @@ def read_config(folder: Path) -> MACConfig:
         raise ModelLoadError(
             f"{path} has format {version!r:.40}, but this version reads format {FORMAT}; update mac_rag"
         )
+    return str(values.pop("kind", AMORTIZED)), values
+
+
+def read_config(folder: Path) -> MACConfig:
+    """The configuration of a checkpoint of an amortized model.
+
+    Raises:
+        ModelLoadError: as `read_values`; and for another kind of model, or invalid values.
+    """
+    kind, values = read_values(folder)
+    if kind != AMORTIZED:
+        raise ModelLoadError(f"{folder} holds a model of the kind {kind!r:.40}, but {AMORTIZED!r} is needed")
     try:
-        return MACConfig.parse(values, path)
+        return MACConfig.parse(values, folder / CONFIG)
     except ConfigError as error:
         raise ModelLoadError(str(error)) from error
 
@@ -368,7 +382,7 @@ _CALLS = ("truncation", "padding")
 
 
 def answer_digest(parts: Parts, state: Mapping[str, Any]) -> str:
-    """The digest; see `MACModel.answer_digest`.
+    """The digest; see `AmortizedModel.answer_digest`.
 
     Args:
         parts: the parts of the model.

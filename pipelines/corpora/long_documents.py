@@ -11,12 +11,12 @@ from mac_rag.data.metrics import normalize
 from mac_rag.data.types import Document, QADataset, Question
 from mac_rag.errors import DataError, DocumentError
 from mac_rag.lm.prompt import PromptEncoder
-from mac_rag.model import MACModel
+from mac_rag.model import AmortizedModel
 from mac_rag.model.text_encoder import split
 from mac_rag.progress import progress_bar
 
 
-def within_limits(data: QADataset, model: MACModel, *, reconstruction: bool = False) -> QADataset:
+def within_limits(data: QADataset, model: AmortizedModel, *, reconstruction: bool = False) -> QADataset:
     """A data set whose documents and questions a MAC model reads at once; see `divided`.
 
     Args:

@@ -12,7 +12,7 @@ from mac_rag.atomic_files import write_folder
 from mac_rag.config import Config, HashedBM25Config, MACConfig
 from mac_rag.errors import ConfigError
 from mac_rag.lm.devices import STORED_DTYPES
-from mac_rag.model import MACModel
+from mac_rag.model import AmortizedModel
 from mac_rag.model.factory import make_hashed_bm25
 from pipelines.corpora.qa_data import DataConfig
 
@@ -40,12 +40,12 @@ def write_extended(config: AddLexicalConfig, output: Path) -> None:
         ConfigError: for a model without a document prior.
     """
     texts = (document.text for document in config.data.training_set().documents)
-    model = add_hashed_bm25(MACModel.from_pretrained(config.start_from), texts, _VECTORS, config.weight)
+    model = add_hashed_bm25(AmortizedModel.from_pretrained(config.start_from), texts, _VECTORS, config.weight)
     with write_folder(output / "last") as new:
         model.save_pretrained(new, dtype=STORED_DTYPES[config.store_dtype])
 
 
-def add_hashed_bm25(model: MACModel, texts: Iterable[str], vectors: int, weight: float) -> MACModel:
+def add_hashed_bm25(model: AmortizedModel, texts: Iterable[str], vectors: int, weight: float) -> AmortizedModel:
     """The same networks with hashed BM25, whose counts come from a corpus; a model's former counts are replaced.
 
     Args:
@@ -69,13 +69,13 @@ def add_hashed_bm25(model: MACModel, texts: Iterable[str], vectors: int, weight:
     return rebuilt(model, config).eval()
 
 
-def rebuilt(model: MACModel, config: MACConfig) -> MACModel:
+def rebuilt(model: AmortizedModel, config: MACConfig) -> AmortizedModel:
     """The same encoders, LM and weights with another configuration, which adds to the model's own.
 
     Additions to the aggregation network are untrained. The parts of the model go over to the new one; do not use it any
     more.
     """
-    again = MACModel(config, model.base_lm, model.amortization, model.input_encoder)
+    again = AmortizedModel(config, model.base_lm, model.amortization, model.input_encoder)
     again.aggregation.load_state_dict(model.aggregation.state_dict(), strict=False)
     again.modulation.load_state_dict(model.modulation.state_dict())
     again.base_lm_trained = model.base_lm_trained

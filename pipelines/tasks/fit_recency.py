@@ -20,7 +20,7 @@ from mac_rag.data.types import QADataset
 from mac_rag.errors import ConfigError
 from mac_rag.lm.batching import pad_rows
 from mac_rag.lm.devices import STORED_DTYPES
-from mac_rag.model import MACModel
+from mac_rag.model import AmortizedModel
 from mac_rag.model.factory import named_years
 from mac_rag.model.text_encoder import TextEncoder
 from mac_rag.nn.lexical import NamedYears
@@ -74,7 +74,7 @@ def write_fitted(config: FitRecencyConfig, output: Path) -> None:
         ConfigError: as `fit_recency`.
         DataError, DocumentError: for a question or a document that the model cannot take.
     """
-    model = with_recency_term(MACModel.from_pretrained(config.start_from))
+    model = with_recency_term(AmortizedModel.from_pretrained(config.start_from))
     dataset = within_limits(config.dataset(), model)
     check_dates(dataset)  # before minutes of amortization
     prior_keys = prior_keys_of(model, dataset)
@@ -84,7 +84,7 @@ def write_fitted(config: FitRecencyConfig, output: Path) -> None:
         model.save_pretrained(new, dtype=STORED_DTYPES[config.store_dtype])
 
 
-def with_recency_term(model: MACModel) -> MACModel:
+def with_recency_term(model: AmortizedModel) -> AmortizedModel:
     """The same networks with a recency term that is not fitted yet; the model itself, if it has one.
 
     The parts of the model go over to the new one; do not use it any more.
@@ -108,7 +108,7 @@ def check_dates(dataset: QADataset) -> None:
 
 
 @torch.no_grad()
-def prior_keys_of(model: MACModel, dataset: QADataset) -> Tensor:
+def prior_keys_of(model: AmortizedModel, dataset: QADataset) -> Tensor:
     """The document prior's keys of all documents, `[K, d_prior]`."""
     prior = model.aggregation.prior
     assert prior is not None
@@ -117,7 +117,7 @@ def prior_keys_of(model: MACModel, dataset: QADataset) -> Tensor:
 
 
 def fit_recency(
-    model: MACModel,
+    model: AmortizedModel,
     dataset: QADataset,
     prior_keys: Tensor,
     *,
@@ -173,7 +173,7 @@ class _Compared(NamedTuple):
 
 
 @torch.no_grad()
-def _compared(model: MACModel, dataset: QADataset, prior_keys: Tensor) -> _Compared:
+def _compared(model: AmortizedModel, dataset: QADataset, prior_keys: Tensor) -> _Compared:
     """The questions whose own document is among the candidates; the term cannot change others."""
     prior = model.aggregation.prior
     assert prior is not None
@@ -202,7 +202,9 @@ def _compared(model: MACModel, dataset: QADataset, prior_keys: Tensor) -> _Compa
     return _Compared(Candidates(scores, found, moments), rest, gold, asked)
 
 
-def with_fitted_years(model: MACModel, dataset: QADataset, prior_keys: Tensor, **how: Any) -> tuple[MACModel, Tensor]:
+def with_fitted_years(
+    model: AmortizedModel, dataset: QADataset, prior_keys: Tensor, **how: Any
+) -> tuple[AmortizedModel, Tensor]:
     """The model with the years of `fit_years`, and its document prior's keys; both as they were if nothing was fitted.
 
     The arguments are those of `fit_years`. The model's parts go over to the new one; do not use it any more.
@@ -222,7 +224,7 @@ def with_fitted_years(model: MACModel, dataset: QADataset, prior_keys: Tensor, *
 
 
 def fit_years(
-    model: MACModel,
+    model: AmortizedModel,
     dataset: QADataset,
     prior_keys: Tensor,
     *,
@@ -289,7 +291,7 @@ class _Dated(NamedTuple):
 
 @torch.no_grad()
 def _dated(
-    model: MACModel, prior: DocumentPrior, years: NamedYears, dataset: QADataset, prior_keys: Tensor
+    model: AmortizedModel, prior: DocumentPrior, years: NamedYears, dataset: QADataset, prior_keys: Tensor
 ) -> _Dated | None:
     """The questions that name a year; None if none does."""
     place = {document.id: number for number, document in enumerate(dataset.documents)}

@@ -31,7 +31,7 @@ from mac_rag.config import MACConfig
 from mac_rag.data.types import QADataset
 from mac_rag.errors import ConfigError
 from mac_rag.lm.attention_sink import key_rotation
-from mac_rag.model import MACModel
+from mac_rag.model import AmortizedModel
 from mac_rag.nn.amortization import EncoderPooling
 from mac_rag.nn.cross_attention import CrossAttentionBlock
 from mac_rag.nn.memory_slots import RankedSlots
@@ -71,7 +71,7 @@ _PREFIX, _PROMPT = _Start(0.3, 4.0, 1.0), _Start(1.0, 3.0, 4.0)
 
 
 @torch.no_grad()
-def init_by_kv_regression(model: MACModel, data: QADataset) -> None:
+def init_by_kv_regression(model: AmortizedModel, data: QADataset) -> None:
     """Fits the maps between the encoders and the base LM, and makes aggregation keep memory tokens in their order.
 
     Args:
@@ -199,7 +199,7 @@ def _fit_salience(
 
 
 def _fit_prompt(
-    model: MACModel,
+    model: AmortizedModel,
     prompt: PromptTuning,
     tokens: Tensor,
     pooled: Tensor,
@@ -235,7 +235,7 @@ def _least_used(phi: Tensor, count: int) -> Tensor:
 
 
 def _fit_prefix(
-    model: MACModel, prefix: PrefixTuning, phi: Tensor, rows: Sequence[Sequence[int]], states: Sequence[Tensor]
+    model: AmortizedModel, prefix: PrefixTuning, phi: Tensor, rows: Sequence[Sequence[int]], states: Sequence[Tensor]
 ) -> None:
     """Fits the prefix of memory tokens to the keys and values that the LM keeps of the text, pooled alike."""
     network, base_lm, sink = model.amortization.network, model.base_lm, prefix.sink
@@ -284,7 +284,7 @@ def _fit_prior(prior: DocumentPrior, questions: MemoryTokens, phi: MemoryTokens)
 
 
 @torch.no_grad()
-def fit_slot_marks(model: MACModel, data: QADataset) -> None:
+def fit_slot_marks(model: AmortizedModel, data: QADataset) -> None:
     """Fits the mark of faintness of a model's slots in place; a model without slots stays as it is.
 
     The model is in evaluation mode, and the LM can read its memory tokens. Some documents of the training set are used,

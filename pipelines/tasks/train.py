@@ -19,7 +19,7 @@ from mac_rag.errors import ConfigError, DataError
 from mac_rag.lm.base_lm import BaseLM
 from mac_rag.lm.devices import STORED_DTYPES
 from mac_rag.lm.loading import require_gradients
-from mac_rag.model import MACModel
+from mac_rag.model import AmortizedModel
 from mac_rag.nn.memory_tokens import MemoryTokens
 from pipelines.corpora.long_documents import within_limits
 from pipelines.corpora.qa_data import ContextMiner, DataConfig, retrieved
@@ -42,9 +42,9 @@ class TrainTask(Task):
         torch.manual_seed(config.trainer.seed)
         if config.model is not None:
             _require_gradients(config.model, device)
-            self.model = MACModel.from_config(config.model, device=device)
+            self.model = AmortizedModel.from_config(config.model, device=device)
         elif config.start_from is not None:
-            self.model = MACModel.from_pretrained(config.start_from, device=device)
+            self.model = AmortizedModel.from_pretrained(config.start_from, device=device)
             _require_gradients(self.model.config, device)
         if config.tune_base_lm != "frozen":
             self.model.train_base_lm(lora_rank=LORA_RANK if config.tune_base_lm == "lora" else None)

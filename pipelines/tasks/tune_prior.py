@@ -20,7 +20,7 @@ from mac_rag.config import Config
 from mac_rag.data.types import Document, Question
 from mac_rag.errors import ConfigError
 from mac_rag.lm.batching import pad_rows, similar_lengths
-from mac_rag.model import MACModel
+from mac_rag.model import AmortizedModel
 from mac_rag.model.text_encoder import TextEncoder
 from mac_rag.nn.memory_tokens import MemoryTokens
 from pipelines.corpora.long_documents import within_limits
@@ -74,7 +74,7 @@ class TunePriorTask(Task):
         super().__init__()
         self.config = config
         torch.manual_seed(config.trainer.seed)
-        self.model = MACModel.from_pretrained(config.start_from, device=config.trainer.device)
+        self.model = AmortizedModel.from_pretrained(config.start_from, device=config.trainer.device)
         encoder, prior = self.model.amortization.network.sentence_encoder, self.model.aggregation.prior
         if encoder is None or prior is None:
             raise ConfigError(

@@ -22,8 +22,8 @@ from mac_rag.config import AttentionConfig, HashedBM25Config, YearsConfig
 from mac_rag.data.types import Document, QADataset, Question
 from mac_rag.errors import ConfigError, DataError
 from mac_rag.model import MACModel
+from mac_rag.model.amortized import fingerprint_fields
 from mac_rag.model.factory import named_years
-from mac_rag.model.mac import fingerprint_fields
 from mac_rag.nn.lexical import HashedBM25, NamedYears, Years
 from pipelines.tasks.fit_recency import fit_years, prior_keys_of, with_fitted_years
 from tests.helpers import copy_of, reloaded

@@ -148,7 +148,7 @@ class MACMemoryBlock(BaseMemoryBlock[str]):
         if not any(name in session for name in bank.document_ids):
             return ""
         # A message that exceeds the model's limit is split into several questions.
-        parts = self._engine.model.input_encoder.split(question)
+        parts = self._engine.model.split_question(question)
         ids, mass = self._engine.document_attention(parts, session)
         chosen: dict[str, str] = {}
         room = self.token_limit

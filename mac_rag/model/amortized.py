@@ -1,33 +1,28 @@
-"""MACModel: amortization, aggregation and modulation around a frozen LM; and answering with them."""
+"""AmortizedModel: amortization, aggregation and modulation around a frozen LM."""
 
 from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
-from itertools import takewhile
 from pathlib import Path
-from typing import Literal, overload
+from typing import Self
 
 import torch
 from torch import Tensor, nn
 
-from mac_rag.config import CUTOFFS, MACConfig
-from mac_rag.data.characters import fault_of, shown
+from mac_rag.config import CUTOFFS, ExtractiveConfig, MACConfig
 from mac_rag.data.dates import LAST, named_in
-from mac_rag.errors import BankError, ConfigError, DocumentError, PromptError
+from mac_rag.errors import BankError, ConfigError
 from mac_rag.lm.attention_sink import sink_keys_values
 from mac_rag.lm.base_lm import BaseLM
 from mac_rag.lm.batching import length_buckets
-from mac_rag.lm.chat import ChatPromptEncoder, Message
-from mac_rag.lm.decoding import GREEDY, Sampling, SpanSource
-from mac_rag.lm.devices import DeviceMap, default_device, require_weights
+from mac_rag.lm.devices import DeviceMap, require_weights
 from mac_rag.lm.lora_tuning import make_trainable
-from mac_rag.lm.prompt import FittedPrompt
 from mac_rag.model import checkpoint
-from mac_rag.model.calibration import Calibration, read_calibration
+from mac_rag.model.base import BATCH_TOKENS, MACModel, ModelConfig, Phi, log_odds_of_answering
 from mac_rag.model.factory import (
     make_hashed_bm25,
     make_modulation_network,
@@ -48,10 +43,6 @@ from mac_rag.nn.product_quantizer import ProductQuantizer
 from mac_rag.nn.unpadded_bert import last_states_without_gradients
 from mac_rag.progress import progress_bar
 
-# Tokens that the amortization network reads at a time, padding included.
-BATCH_TOKENS = 8192
-_LEAST_PROBABILITY = 1e-6  # lower bound of the probability of an abstention, and of an answer
-
 # Parts that both encoders share and training never changes.
 _FROZEN = ("amortization.network.sentence_encoder.", "amortization.network.hashed_bm25.")
 # Banks do not depend on the recency term: it reads dates and prior keys, which every bank has. So a model that learns
@@ -59,14 +50,14 @@ _FROZEN = ("amortization.network.sentence_encoder.", "amortization.network.hashe
 _BESIDE_BANKS = ("aggregation.recency.",)
 
 
-class MACModel(nn.Module):
+class AmortizedModel(MACModel, kind=checkpoint.AMORTIZED, config_class=MACConfig):
     """A frozen LM with a memory of amortized contexts.
 
     Documents become memory tokens (`amortize`), a question and a bank of memory tokens become one modulation phi*
     (`aggregate`), and the LM answers under it (`generate`). Build one with `from_config` or `from_pretrained`.
 
     Examples:
-        >>> model = MACModel.from_pretrained("mac-tiny")
+        >>> model = AmortizedModel.from_pretrained("mac-tiny")
         >>> text = "Edgar Flara will join the board of Rainga Press. The company employs 180 people."
         >>> memory_tokens = model.amortize([text])
         >>> memory_tokens.shape  # one document, T = 16 memory tokens and R = 8 lexical vectors, D = 128
@@ -86,14 +77,12 @@ class MACModel(nn.Module):
         cpu_batch_tokens: prompt tokens per batch on a CPU; larger batches exceed its caches and are slower.
     """
 
-    cpu_batch_tokens: float = 1024
+    config: MACConfig
 
     def __init__(
         self, config: MACConfig, base_lm: BaseLM, amortization: TextEncoder, input_encoder: TextEncoder
     ) -> None:
-        super().__init__()
-        self.config = config
-        self.base_lm = base_lm
+        super().__init__(config, base_lm)
         self.amortization = amortization
         self.input_encoder = input_encoder
         if config.hashed_bm25 is not None:
@@ -121,7 +110,6 @@ class MACModel(nn.Module):
         )
         self.modulation = make_modulation_network(config, base_lm)
         self.base_lm_trained = False
-        self.calibration: Calibration | None = None
         self._fingerprint: tuple[int, str] | None = None
         if self.context_window > self._positions:
             raise ConfigError(
@@ -134,59 +122,24 @@ class MACModel(nn.Module):
             use_onednn(part)
 
     @classmethod
-    def from_config(cls, config: MACConfig, *, device: str | torch.device | None = None) -> MACModel:
-        """Builds a model from pretrained parts; networks that the paper trains from scratch start at random.
-
-        Raises:
-            ModelLoadError: if a part cannot be loaded, or its architecture does not fit its design.
-            QuantizationError: if bitsandbytes is missing.
-        """
-        place = default_device(device)
+    def _build(cls, config: ModelConfig, place: torch.device) -> Self:
+        assert isinstance(config, MACConfig)
         config = with_exact_revisions(config)
         base_lm = BaseLM.load(config.base_lm, config.prompt, place, modulation=config.modulation.kind)
         sentence_encoder = pretrained_sentence_encoder(config, base_lm)
         hashed_bm25 = make_hashed_bm25(config, base_lm)
         parts = config.amortization, config.input_encoder
         encoders = [pretrained_encoder(part, config, base_lm, sentence_encoder, hashed_bm25) for part in parts]
-        return cls(config, base_lm, *encoders).eval()
+        return cls(config, base_lm, *encoders)
 
     @classmethod
-    def from_pretrained(
-        cls,
-        name_or_path: str | Path,
-        *,
-        revision: str | None = None,
-        device: str | torch.device | None = None,
-        device_map: str | Mapping[str, int | str] | None = None,
-        max_memory: Mapping[int | str, int | str] | None = None,
-    ) -> MACModel:
-        """Loads a checkpoint: one in the package (`mac-small`, `mac-tiny`), a folder, or a repository on the Hub.
-
-        Args:
-            name_or_path: the checkpoint.
-            revision: branch, tag or commit on the Hub.
-            device: one device for all parts; None for a GPU if there is one, else the CPU.
-            device_map: for an LM that is larger than one device: `auto`, or a map of the LM's modules as transformers
-                takes it. MAC's networks go to the device of the LM's embeddings. A model whose layers are offloaded to
-                cpu or disk can answer, but not be trained.
-            max_memory: memory that `device_map` may use: GPU number or `cpu` -> bytes or a text like `20GiB`.
-
-        Raises:
-            ConfigError: for a device that is not there, or arguments that contradict each other.
-            ModelLoadError: if there is no model of that name, or its files are truncated or have another format or
-                architecture; the message lists the weights that differ.
-        """
-        spread = DeviceMap.of(device_map, max_memory, device)
-        folder = checkpoint.find(name_or_path, revision)
-        place = default_device(device)
-        with checkpoint.unexpected(folder):
-            parts = checkpoint.read(folder, place, spread)
-            with parts.limit or nullcontext():
-                model = cls(parts.config, parts.base_lm, parts.amortization, parts.input_encoder)
-            checkpoint.fill(model.mac_state(), folder / checkpoint.WEIGHTS)
-            model.aggregation.quantizer = checkpoint.read_quantizer(folder)
-            model.calibration = read_calibration(folder)
-        return model.eval()
+    def _load(cls, folder: Path, place: torch.device, spread: DeviceMap | None) -> Self:
+        parts = checkpoint.read(folder, place, spread)
+        with parts.limit or nullcontext():
+            model = cls(parts.config, parts.base_lm, parts.amortization, parts.input_encoder)
+        checkpoint.fill(model.mac_state(), folder / checkpoint.WEIGHTS)
+        model.aggregation.quantizer = checkpoint.read_quantizer(folder)
+        return model
 
     def save_pretrained(self, folder: str | Path, *, dtype: torch.dtype | None = None) -> None:
         """Writes a checkpoint: `config.json`, safetensors, tokenizers; and the base LM if it was tuned or is a folder.
@@ -230,11 +183,7 @@ class MACModel(nn.Module):
     def _parts(self) -> checkpoint.Parts:
         return checkpoint.Parts(self.config, self.base_lm, self.amortization, self.input_encoder)
 
-    @property
-    def device(self) -> torch.device:
-        return self.base_lm.device
-
-    def train(self, mode: bool = True) -> MACModel:
+    def train(self, mode: bool = True) -> Self:
         """Sets the training mode of all networks except the sentence encoder and a frozen base LM.
 
         Raises:
@@ -342,6 +291,11 @@ class MACModel(nn.Module):
         with progress_bar("adapt", len(rows), disable=not progress) as bar:
             return self.amortize_rows(rows, batch_tokens=batch_tokens, advance=bar.advance)
 
+    def plan(
+        self, text: str, *, whole: bool = False, advance: Callable[[int], object] | None = None
+    ) -> list[list[int]]:
+        return self.amortization.plan(text, whole=whole, advance=advance)
+
     def amortize_rows(
         self,
         rows: Sequence[Sequence[int]],
@@ -349,7 +303,7 @@ class MACModel(nn.Module):
         batch_tokens: int = BATCH_TOKENS,
         advance: Callable[[int], object] | None = None,
     ) -> Tensor:
-        """As `amortize`, for documents that are already token ids (`TextEncoder.plan`).
+        """As `amortize`, for documents that are already token ids (`plan`).
 
         `advance` is called after each batch, with its number of rows.
         """
@@ -419,6 +373,12 @@ class MACModel(nn.Module):
         encoded: MemoryTokens = self.input_encoder(rows, last_states_without_gradients)
         return encoded
 
+    def split_question(self, question: str) -> list[str]:
+        return self.input_encoder.split(question)
+
+    def _question_ids(self, question: str, *, last_part: bool = False) -> list[int]:
+        return self.input_encoder.plan(question)[-1] if last_part else self.input_encoder.ids(question)
+
     def _view(self, bank: Tensor | BankView) -> BankView:
         return self.project(bank) if isinstance(bank, Tensor) else bank
 
@@ -452,202 +412,6 @@ class MACModel(nn.Module):
         """Positions of the LM that the prefix of memory tokens does not take."""
         return self.base_lm.context_window - self.modulation.prefix_length
 
-    def fit_to_window(
-        self,
-        question: str | FittedPrompt,
-        contexts: Sequence[str] = (),
-        *,
-        overflow: Literal["error", "truncate"] = "error",
-        max_new_tokens: int | None = None,
-    ) -> FittedPrompt:
-        """A question and its documents as token ids that fit the LM's window.
-
-        Args:
-            question: x; a `FittedPrompt` is returned as it is.
-            contexts: documents before it, the best first.
-            overflow: if they do not fit: raise an error, or cut the documents, beginning with the last one. The
-                question is never cut.
-            max_new_tokens: longest answer, which must fit too; None for the configured length.
-
-        Raises:
-            DocumentError: for an empty question, a text with half of a surrogate pair or NUL, or a prompt beyond the
-                window.
-        """
-        if isinstance(question, FittedPrompt):
-            return question
-        room = self.context_window - (max_new_tokens or self.config.max_new_tokens)
-        question_ids = self.input_encoder.ids(question)  # checks the question, even if no memory is used
-        _check_each(contexts, "document")
-        fitted = self.base_lm.prompts.fit_to_window(question, contexts, room)
-        taken = self.base_lm.prompts.positions
-        if taken(fitted.ids) > room or (fitted.truncated and overflow == "error"):
-            used = taken(self.base_lm.prompts.prompt(question, contexts))
-            raise DocumentError(
-                f"{len(contexts)} documents and the question take {used} tokens, but the LM's window leaves room for "
-                f"{room}; give fewer or shorter documents (a smaller k or chunk size)"
-            )
-        return replace(fitted, question_ids=tuple(question_ids))
-
-    def fit_conversation(
-        self,
-        messages: Sequence[Message],
-        *,
-        question: str | None = None,
-        contexts: Sequence[str] = (),
-        max_new_tokens: int | None = None,
-    ) -> FittedPrompt:
-        """A conversation as token ids that fit the LM's window; only for models whose prompt format is `chat`.
-
-        Args:
-            messages: the conversation; see `ChatPromptEncoder.fit_conversation`.
-            question: the question for the memory; None for the last message. If it is beyond the input encoder's
-                limit, its last chunk is used.
-            contexts: texts in the messages that may be cut, the best first.
-            max_new_tokens: longest answer, which must fit too; None for the configured length.
-
-        Raises:
-            ConfigError: if the prompt format is not `chat`.
-            DocumentError: for a message with half of a surrogate pair or NUL.
-            PromptError: for a conversation that the chat template refuses, or that is beyond the window.
-        """
-        prompts = self.base_lm.prompts
-        if not isinstance(prompts, ChatPromptEncoder):
-            raise ConfigError("prompt.chat is false, but only a chat reads conversations; set it and train the model")
-        room = self.context_window - (max_new_tokens or self.config.max_new_tokens)
-        _check_each([message.text for message in messages], "message")
-        asked = messages[-1].text if question is None and messages else question or ""
-        fitted = prompts.fit_conversation(messages, asked, contexts, room)
-        if len(fitted.ids) > room:
-            raise PromptError(
-                f"the conversation takes {len(fitted.ids)} tokens, but the LM's window leaves room for {room}; "
-                "shorten its history or its prompts"
-            )
-        return replace(fitted, question_ids=tuple(self.input_encoder.plan(asked)[-1]))
-
-    @torch.no_grad()
-    def generate(
-        self,
-        prompts: Sequence[str | FittedPrompt],
-        contexts: Sequence[Sequence[str]] | None = None,
-        *,
-        modulation: Tensor | None = None,
-        max_new_tokens: int | None = None,
-        num_beams: int = 1,
-        memory_weight: float | None = None,
-        sampling: Sampling = GREEDY,
-    ) -> list[str]:
-        """Answers questions: `LM(d + x; phi*)`.
-
-        Args:
-            prompts: B questions, as texts or as results of `fit_to_window`.
-            contexts: documents before each question; only for questions that are texts.
-            modulation: phi* `[B, T, D]`; None for the frozen LM alone.
-            max_new_tokens: largest number of tokens of an answer; None for the configured one.
-            num_beams: number of beams of beam search; 1 for no beam search.
-            memory_weight: lambda after documents (see `mac_rag.lm.decoding`); None for the configured weight.
-            sampling: how tokens are chosen, and which strings end an answer early.
-
-        Raises:
-            ConfigError: for a memory_weight that is not above 0 and at most 1, and for beams and sampling together.
-        """
-        fitted = self._as_fitted(prompts, contexts)
-        weights = self._weights(fitted, memory_weight)
-        answers = [""] * len(fitted)
-        for rows in self._batches(fitted, modulation):
-            texts = self.base_lm.generate(
-                [fitted[i].ids for i in rows],
-                self._modulation(None if modulation is None else modulation[rows]),
-                max_new_tokens=max_new_tokens or self.config.max_new_tokens,
-                num_beams=num_beams,
-                weights=None if weights is None else [weights[i] for i in rows],
-                sampling=sampling,
-                sources=self.span_sources([fitted[i] for i in rows]),
-            )
-            for i, text in zip(rows, texts, strict=True):
-                answers[i] = text
-        return answers
-
-    @torch.no_grad()
-    def generate_each(
-        self, prompts: Sequence[FittedPrompt], modulation: Tensor, weights: Sequence[float]
-    ) -> list[list[str]]:
-        """Greedy answers after documents at each of several memory weights; all weights share the prompts' cache.
-
-        Args:
-            prompts: B questions, each after at least one document.
-            modulation: phi* `[B, T, D]`.
-            weights: values of lambda (see `mac_rag.lm.decoding`), from 0 (the frozen LM alone) to 1.
-
-        Returns:
-            B answers for each weight.
-        """
-        answers = [[""] * len(prompts) for _ in weights]
-        for rows in self._batches(prompts, modulation):
-            each = self.base_lm.generate_each(
-                [prompts[i].ids for i in rows],
-                self._modulation(modulation[rows]),
-                max_new_tokens=self.config.max_new_tokens,
-                weights=weights,
-                sources=self.span_sources([prompts[i] for i in rows]),
-            )
-            for at_weight, texts in zip(answers, each, strict=True):
-                for i, text in zip(rows, texts, strict=True):
-                    at_weight[i] = text
-        return answers
-
-    @torch.no_grad()
-    def score_answers(
-        self, prompts: Sequence[FittedPrompt], answers: Sequence[str], *, modulation: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
-        """Log-probability of each answer's first token under the LM, and the mean over all its tokens with the end.
-
-        Only the part of an answer that fits the LM's positions counts.
-
-        Args:
-            prompts: B prompts.
-            answers: B texts.
-            modulation: phi* `[B, T, D]`; None for the frozen LM alone.
-
-        Returns:
-            `[B]` each, in float32 on the CPU.
-        """
-        ids = [self.base_lm.prompts.answer(text) for text in answers]
-        first, mean = torch.zeros(len(prompts)), torch.zeros(len(prompts))
-        for i, loss in enumerate(self._losses(prompts, ids, modulation)):
-            first[i], mean[i] = -loss[0], -loss.mean()
-        return first, mean
-
-    @torch.no_grad()
-    def answering_odds(self, prompts: Sequence[FittedPrompt], *, modulation: Tensor | None = None) -> Tensor | None:
-        """The log-odds that the LM answers rather than abstains; None for an LM that has not learned to abstain.
-
-        Args:
-            prompts: B prompts.
-            modulation: phi* `[B, T, D]`; None for the frozen LM alone.
-
-        Returns:
-            `[B]`, in float32 on the CPU.
-        """
-        if (beginning := self.base_lm.abstention) is None:
-            return None
-        return _answering_odds(self._losses(prompts, [beginning] * len(prompts), modulation)).float().cpu()
-
-    def _losses(
-        self, prompts: Sequence[FittedPrompt], answers: Sequence[Sequence[int]], phi: Tensor | None
-    ) -> list[Tensor]:
-        """For each of B answers the losses of its tokens, as far as they fit the LM's positions."""
-        taken = self.base_lm.prompts.positions
-        found = [torch.empty(0)] * len(prompts)
-        for rows in self._batches(prompts, phi):
-            losses = self.base_lm.token_losses(
-                [prompts[i].ids for i in rows],
-                [answers[i][: self._positions - taken(prompts[i].ids)] for i in rows],
-                self._modulation(None if phi is None else phi[rows]),
-            )
-            for i, loss in zip(rows, losses, strict=True):
-                found[i] = loss
-        return found
-
     def look(self, questions: Sequence[str]) -> Look | None:
         """A function with which the LM looks at single slots of phi* for some questions; None if the model has no look.
 
@@ -670,112 +434,31 @@ class MACModel(nn.Module):
                     [beginning] * len(rows),
                     self.modulation(slots[rows, columns]),
                 )
-                found[rows, columns] = _answering_odds(losses).to(found)
+                found[rows, columns] = log_odds_of_answering(losses).to(found)
             return found
 
         return odds
 
-    def _as_fitted(
-        self, prompts: Sequence[str | FittedPrompt], contexts: Sequence[Sequence[str]] | None
-    ) -> list[FittedPrompt]:
-        """All prompts as token ids, without cutting documents of questions that are texts."""
-        encoder = self.base_lm.prompts
-        return [
-            prompt if isinstance(prompt, FittedPrompt) else encoder.fit_to_window(prompt, texts)
-            for prompt, texts in zip(prompts, contexts or [()] * len(prompts), strict=True)
-        ]
-
-    def _batches(self, prompts: Sequence[FittedPrompt], phi: Tensor | None) -> list[list[int]]:
-        """Batches of prompts, as lists of indices. All prompts of a batch read equally many tokens of phi*.
-
-        On a CPU, the prompts of a batch also have similar lengths.
-        """
-        memory = [0] * len(prompts) if phi is None else self.memory_in_prompt(phi)
-        batches = []
-        for tokens in sorted(set(memory)):
-            rows = [row for row, own in enumerate(memory) if own == tokens]
-            if self.base_lm.device.type == "cpu":
-                buckets = length_buckets([tokens + len(prompts[row].ids) for row in rows], self.cpu_batch_tokens)
-                batches += [[rows[place] for place in bucket] for bucket in buckets]
-            else:
-                batches.append(rows)
-        return batches
-
-    def memory_in_prompt(self, phi: Tensor) -> list[int]:
+    def memory_in_prompt(self, phi: Phi) -> list[int]:
         """For each question the number of phi* tokens that the LM runs over; 0 unless the modulation is a prompt.
 
         Args:
             phi: `[B, S T, D]`.
         """
+        assert isinstance(phi, Tensor)
         if not self.config.tokens_in_prompt:
             return [0] * len(phi)
         if not self.config.aggregation.cutoffs:
             return [phi.shape[1]] * len(phi)
         return [count * self.config.tokens for count in heard_slots(phi, self.config.tokens).tolist()]
 
-    def stream(
-        self,
-        prompt: str | FittedPrompt,
-        contexts: Sequence[str] = (),
-        *,
-        modulation: Tensor | None = None,
-        max_new_tokens: int | None = None,
-        memory_weight: float | None = None,
-        sampling: Sampling = GREEDY,
-    ) -> Iterator[str]:
-        """Yields the answer to one question piece by piece; arguments as for `generate`, with phi* `[1, T, D]`."""
-        [fitted] = self._as_fitted([prompt], [contexts])
-        yield from self.base_lm.stream(
-            fitted.ids,
-            self._modulation(modulation),
-            max_new_tokens=max_new_tokens or self.config.max_new_tokens,
-            weights=self._weights([fitted], memory_weight),
-            sampling=sampling,
-            sources=self.span_sources([fitted]),
-        )
-
-    def _weights(self, prompts: Sequence[FittedPrompt], memory_weight: float | None) -> list[float] | None:
-        """Memory weight per question: 1 without documents; None if all are 1."""
-        weight = self.config.memory_weight if memory_weight is None else memory_weight
-        if not 0 < weight <= 1:
-            raise ConfigError(f"memory_weight is {weight}; give a number above 0 and at most 1")
-        if weight == 1 or not any(prompt.contexts for prompt in prompts):
-            return None
-        return [weight if prompt.contexts else 1.0 for prompt in prompts]
-
-    def span_sources(self, prompts: Sequence[FittedPrompt]) -> list[list[SpanSource]] | None:
-        """For each answer the sources that it may copy: its documents and the fixed answers; None for free answers."""
-        if self.config.extractive is None:
-            return None
-        tokenizer = self.base_lm.prompts.texts
-        return [
-            [*(SpanSource.of_text(text, tokenizer) for text in prompt.contexts), *self._fixed_answers]
-            if prompt.contexts
-            else []
-            for prompt in prompts
-        ]
-
     @property
-    def _fixed_answers(self) -> list[SpanSource]:
-        """The answers that are possible after any document."""
-        prompts, extractive = self.base_lm.prompts, self.config.extractive
-        texts = () if extractive is None else extractive.fixed_answers
-        if prompts.format.abstention is not None:
-            texts = (*texts, prompts.format.abstention)
-        ids = [list(takewhile(lambda token: token not in prompts.end_tokens, prompts.answer(text))) for text in texts]
-        return [SpanSource.whole(answer) for answer in ids]
-
-    @overload
-    def _modulation(self, phi: Tensor) -> Modulation: ...
-
-    @overload
-    def _modulation(self, phi: None) -> None: ...
+    def _extractive(self) -> ExtractiveConfig | None:
+        return self.config.extractive
 
     @torch.no_grad()
-    def _modulation(self, phi: Tensor | None) -> Modulation | None:
-        """The modulation of questions that read equally many tokens of phi*."""
-        if phi is None:
-            return None
+    def _modulation(self, phi: Phi) -> Modulation:
+        assert isinstance(phi, Tensor)
         read = max(self.memory_in_prompt(phi), default=0)
         modulation: Modulation = self.modulation(phi[:, :read] if read else phi)
         return modulation
@@ -800,22 +483,3 @@ def _switched_off(network: nn.Module, switch: str) -> Iterator[None]:
         yield
     finally:
         setattr(network, switch, before)
-
-
-def _answering_odds(losses: Sequence[Tensor]) -> Tensor:
-    """The log-odds `[B]` that an answer does not begin as an abstention, from the losses of the abstention's tokens."""
-    abstains = (-torch.stack([loss.sum() for loss in losses])).exp()
-    odds: Tensor = -torch.special.logit(abstains, eps=_LEAST_PROBABILITY)
-    return odds
-
-
-def _check_each(texts: Sequence[str], kind: str) -> None:
-    """Checks the characters of documents or messages before a template surrounds them, so that errors can locate them.
-
-    Raises:
-        DocumentError: for an invalid character; the message names the text's kind and number, and the index in it.
-    """
-    for number, text in enumerate(texts, 1):
-        fault = fault_of(text)
-        if fault is not None:
-            raise DocumentError(f"{kind} {number} of {len(texts)} in the prompt: {fault} (it begins {shown(text)})")
