@@ -1,4 +1,4 @@
-"""Whole models: a frozen LM with a memory, and its checkpoints. Importing this package registers all kinds of models."""
+"""Whole models: a frozen LM with a memory, and its checkpoints. Its import registers all kinds of models."""
 
 from mac_rag.model.amortized import AmortizedModel
 from mac_rag.model.base import BATCH_TOKENS, MACModel

@@ -31,7 +31,7 @@ from mac_rag.bank.bank import MemoryBank
 from mac_rag.errors import BankError, ConfigError, DocumentError, MACError
 from mac_rag.integrations.llama_index import MACVectorStore, MemoryWriter
 from mac_rag.integrations.llama_index.writer import documents_in
-from mac_rag.model import MACModel
+from mac_rag.model import AmortizedModel, MACModel
 from tests.integrations.helpers import FACTS, QUESTION, HashEmbedding, RecordingEngine, facts, forget_warnings
 
 
@@ -119,7 +119,7 @@ def test_an_interrupted_call_resumes(tiny_model: MACModel, tmp_path: Path, monke
         if len(encoded) == 2:
             raise KeyboardInterrupt
         encoded.append(len(rows))
-        return MACModel.amortize_rows(tiny_model, rows, **options)
+        return AmortizedModel.amortize_rows(tiny_model, rows, **options)
 
     monkeypatch.setattr(tiny_model, "amortize_rows", failing)
     with pytest.raises(KeyboardInterrupt):

@@ -19,7 +19,8 @@ from mac_rag.data.newswire.generate import generate
 from mac_rag.engine import MACEngine
 from mac_rag.errors import BankError, ConfigError, DocumentError, FingerprintError, MACError, ModelLoadError
 from mac_rag.lm.loading import load_first_layers
-from mac_rag.model import MACModel
+from mac_rag.model import AmortizedModel, MACModel, base
+from mac_rag.model.checkpoint import read_config
 from mac_rag.model.presets import PAPER, preset
 from pipelines.objective import Batch, LossWeights, mac_loss
 from tests.helpers import Folder, built, copy_of, mac_config, reloaded, save_instruct
@@ -175,6 +176,7 @@ def _copied(checkpoint: Path, place: Path, **values: object) -> Path:
     [
         ({"tokens": 6}, r"amortization\.network\.queries: \[4, 64\] in the file, \[6, 64\]"),
         ({"format": 99}, "format 99"),
+        ({"kind": "stranger"}, "of the kind 'stranger', but this version knows amortized"),
         ({"base_lm": {"name": "./../elsewhere"}}, "leads out"),
     ],
 )
@@ -183,6 +185,23 @@ def test_a_checkpoint_that_its_configuration_does_not_describe(
 ) -> None:
     with pytest.raises(ModelLoadError, match=message):
         MACModel.from_pretrained(_copied(tiny_checkpoint, tmp_path, **values))
+
+
+def test_the_kind_of_a_model_decides_its_class(
+    tiny_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert isinstance(MACModel.from_pretrained(_copied(tiny_checkpoint, tmp_path, kind="amortized")), AmortizedModel)
+    monkeypatch.setattr(base, "_KINDS", dict(base._KINDS))
+
+    class Other(MACModel, kind="other", config_class=BaseLMConfig):
+        pass
+
+    other = _copied(tiny_checkpoint, tmp_path / "other", kind="other")
+    for load in (AmortizedModel.from_pretrained, read_config):
+        with pytest.raises(ModelLoadError, match=r"of the kind 'other', but 'amortized' is needed"):
+            load(other)
+    with pytest.raises(ConfigError, match="AmortizedModel cannot be built from a BaseLMConfig; give a MACConfig"):
+        AmortizedModel.from_config(BaseLMConfig(name="gpt2"))
 
 
 def test_a_checkpoint_with_missing_and_unknown_weights_names_them(tiny_checkpoint: Path, tmp_path: Path) -> None:
