@@ -79,7 +79,7 @@ def main(
             for reader, own in zip(readers, seconds, strict=True):
                 elapsed, aggregated = timed(partial(reader.aggregate, batch))
                 own.append(elapsed)
-                results.append(aggregated.phi)
+                results.append(aggregated.tensor)
             error = max(error, float((results[0] - results[1]).abs().max() / results[0].abs().max()))
         return [own[1:] for own in seconds], error
 

@@ -28,6 +28,7 @@ from mac_rag.data.types import Document
 from mac_rag.errors import BankError, DocumentError, MACError
 from mac_rag.model import BATCH_TOKENS, AmortizedModel, MACModel
 from mac_rag.progress import progress_bar
+from mac_rag.retrieval.base import Retriever
 from mac_rag.shipped_models import shipped_name
 from mac_rag.sync import SyncedBank, is_held
 
@@ -43,6 +44,8 @@ WINDOW = 4 * BATCH_TOKENS
 
 # Document id -> token ids of its rows; no rows for a document of which only the metadata changed.
 Plan: TypeAlias = dict[str, list[list[int]]]
+# What a bank keeps of documents: memory tokens `[rows, T, D]`, or the codes of each row, `[n, bytes]`.
+Written: TypeAlias = Tensor | list[Tensor]
 
 
 class DocumentWriter:
@@ -51,11 +54,14 @@ class DocumentWriter:
     Args:
         model: makes the memory tokens.
         bound: largest size of the bank, and how to reduce it; None lets it grow.
+        prior: an index in the bank that scores its documents, which is written with them; None if there is none, or
+            if the retriever is in the bank.
     """
 
-    def __init__(self, model: MACModel, bound: BoundConfig | None) -> None:
+    def __init__(self, model: MACModel, bound: BoundConfig | None, prior: Retriever | None = None) -> None:
         self.model = model
         self.bound = bound
+        self._prior = prior
         self._bounded: BoundedBank | None = None
         self._warns = model.config.languages is not None and find_spec("py3langid") is not None
 
@@ -150,13 +156,13 @@ class DocumentWriter:
             raise DocumentError(f"document {shown_id(document.id)}: {error}") from None
         return rows
 
-    def encode(self, documents: Sequence[Document], plan: Plan) -> Tensor | None:
-        """Memory tokens `[rows, T, D]` of planned documents; None for no documents."""
+    def encode(self, documents: Sequence[Document], plan: Plan) -> Written | None:
+        """What the bank keeps of planned documents; None for no documents."""
         return joined([self._encode(window, plan, None) for window in windows(documents, plan)])
 
     def _encode(
         self, documents: Sequence[Document], plan: Plan, advance: Callable[[int], object] | None
-    ) -> Tensor | None:
+    ) -> Written | None:
         rows = [row for document in documents for row in plan.get(document.id, ())]
         return self.model.amortize_rows(rows, advance=advance) if rows else None
 
@@ -189,7 +195,7 @@ class DocumentWriter:
         with progress_bar("adapt", sum(map(len, plan.values())), disable=not progress) as bar:
             for first in range(0, len(documents), GROUP):
                 end = min(first + GROUP, len(documents))
-                encoded: list[Tensor | None] = []
+                encoded: list[Written | None] = []
                 reached = first
                 for window in windows(documents[first:end], plan):
                     for document in window:  # an earlier commit may have pruned a document of which it held the text
@@ -211,7 +217,7 @@ class DocumentWriter:
         self,
         synced: SyncedBank,
         documents: Sequence[Document],
-        phi: Tensor | None,
+        phi: Written | None,
         rows: Mapping[str, int],
         unfiled: Container[str],
     ) -> tuple[str, ...]:
@@ -234,7 +240,7 @@ class DocumentWriter:
         return synced.put(to_file, partial(self.put, synced.bank, new, phi, counts))
 
     def put(
-        self, bank: Bank, documents: Sequence[Document], phi: Tensor | None, rows: Sequence[int]
+        self, bank: Bank, documents: Sequence[Document], phi: Written | None, rows: Sequence[int]
     ) -> tuple[str, ...]:
         """Writes documents to the bank, without committing.
 
@@ -252,8 +258,17 @@ class DocumentWriter:
             documents, rows = zip(*[each for each in zip(documents, rows) if each[1]]) if any(rows) else ((), ())
         if phi is None:
             return ()
+        forgotten = self._put(bank, documents, phi, rows)
+        if self._prior is not None:
+            self._prior.put(documents)
+            for name in self._prior.held(forgotten):
+                self._prior.delete(name)
+        return forgotten
+
+    def _put(self, bank: Bank, documents: Sequence[Document], phi: Written, rows: Sequence[int]) -> tuple[str, ...]:
         if self.bound is None:
             if isinstance(bank, MemoryBank) and isinstance(self.model, AmortizedModel):
+                assert isinstance(phi, Tensor)
                 return put_with_overview(bank, self.model.aggregation, documents, phi, rows)
             return bank.put(documents, phi, rows)
         assert isinstance(bank, MemoryBank)  # see `MACEngine`
@@ -292,10 +307,13 @@ def windows(documents: Sequence[Document], plan: Plan) -> Iterator[list[Document
         yield window
 
 
-def joined(parts: Sequence[Tensor | None]) -> Tensor | None:
+def joined(parts: Sequence[Written | None]) -> Written | None:
     """The rows of all parts; None if there are none."""
-    tensors = [part for part in parts if part is not None]
-    return (tensors[0] if len(tensors) == 1 else torch.cat(tensors)) if tensors else None
+    rows = [part for part in parts if part is not None]
+    tensors = [part for part in rows if isinstance(part, Tensor)]
+    if tensors:
+        return tensors[0] if len(tensors) == 1 else torch.cat(tensors)
+    return [row for part in rows for row in part] or None
 
 
 def holds_text(bank: BankContents, document: Document) -> bool:

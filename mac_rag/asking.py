@@ -24,15 +24,15 @@ from mac_rag.errors import ConfigError
 from mac_rag.lm.chat import Message
 from mac_rag.lm.decoding import Sampling
 from mac_rag.lm.prompt import FittedPrompt
-from mac_rag.model import MACModel
+from mac_rag.model import MACModel, Phi
 from mac_rag.model.calibration import Logistic, Mode
 from mac_rag.progress import progress_bar
 from mac_rag.retrieval.base import Hit, Retriever
 from mac_rag.sources import find_sources, support_of, texts_read
 from mac_rag.sync import is_held
 
-# Documents of one question: their texts, and the ids of those that were retrieved.
-Contexts: TypeAlias = tuple[tuple[str, ...], tuple[str, ...]]
+# Documents of one question, the best first; those that were given as texts have an empty id.
+Contexts: TypeAlias = tuple[Hit, ...]
 
 
 @dataclass(frozen=True)
@@ -116,14 +116,14 @@ class _Prepared:
         place: index of the question in that call.
         prompt: its prompt.
         document_ids: ids of the retrieved documents.
-        texts: their texts, not truncated.
+        texts: documents whose texts are in the prompt, where they may be truncated.
     """
 
     call: int
     place: int
     prompt: FittedPrompt
     document_ids: tuple[str, ...]
-    texts: tuple[str, ...]
+    texts: Contexts
 
 
 def answer_calls(
@@ -149,7 +149,7 @@ def answer_calls(
     retrieved = isolating_errors(lambda some: _contexts_of_calls(some, settings, asked), calls)
     for number, (call, contexts) in enumerate(zip(calls, retrieved, strict=True)):
         try:
-            ready += _prepared(number, call, contexts, settings, reader.model)
+            ready += _prepared(number, call, contexts, settings, reader)
         except Exception as error:
             results[number] = error
     ready.sort(key=lambda one: len(one.prompt.question) + sum(map(len, one.prompt.contexts)))
@@ -183,13 +183,12 @@ def contexts_of(
         if not isinstance(question, FittedPrompt):
             check_text(question)
     if contexts is not None:
-        return [(tuple(texts), ()) for texts in contexts]
+        return [tuple(Hit("", text, 0.0) for text in texts) for texts in contexts]
     texts = [question for question in questions if isinstance(question, str)]
     if retriever is None or not texts:
-        return [((), ())] * len(questions)
+        return [()] * len(questions)
     hits = iter(retriever.retrieve(texts, k, allowed=allowed))
-    rows = [next(hits) if isinstance(question, str) else [] for question in questions]
-    return [(tuple(hit.text for hit in row), tuple(hit.document_id for hit in row)) for row in rows]
+    return [tuple(next(hits)) if isinstance(question, str) else () for question in questions]
 
 
 def _contexts_of_calls(
@@ -207,17 +206,37 @@ def _contexts_of_calls(
 
 
 def _prepared(
-    number: int, call: Call, contexts: list[Contexts] | Exception, settings: Settings, model: MACModel
+    number: int, call: Call, contexts: list[Contexts] | Exception, settings: Settings, reader: Reader
 ) -> list[_Prepared]:
     """The questions of one call with their fitted prompts."""
     if isinstance(contexts, Exception):
         raise contexts
-    return [
-        _Prepared(number, place, model.fit_to_window(
-            question, texts, overflow=settings.overflow, max_new_tokens=settings.max_new_tokens
-        ), document_ids, texts)
-        for place, (question, (texts, document_ids)) in enumerate(zip(call.questions, contexts, strict=True))
-    ]  # fmt: skip
+    prepared = []
+    for place, (question, hits) in enumerate(zip(call.questions, contexts, strict=True)):
+        prompt = fitted(reader, question, hits, settings.use_memory, settings.overflow, settings.max_new_tokens)
+        read = {name for name, _ in prompt.read}
+        document_ids = tuple(hit.document_id for hit in hits if hit.document_id)
+        texts = tuple(hit for hit in hits if hit.document_id not in read)
+        prepared.append(_Prepared(number, place, prompt, document_ids, texts))
+    return prepared
+
+
+def fitted(
+    reader: Reader,
+    question: str | FittedPrompt,
+    hits: Contexts,
+    use_memory: bool,
+    overflow: Literal["error", "truncate"],
+    max_new_tokens: int | None,
+) -> FittedPrompt:
+    """The prompt of a question: documents that the reader reads from the bank are not in it; see `Reader.apart`."""
+    if isinstance(question, FittedPrompt):
+        return question
+    read, texts = reader.apart(hits) if use_memory else ([], list(hits))
+    prompt = reader.model.fit_to_window(
+        question, [hit.text for hit in texts], overflow=overflow, max_new_tokens=max_new_tokens
+    )
+    return replace(prompt, read=tuple(read)) if read else prompt
 
 
 def _answered(batch: Sequence[_Prepared], settings: Settings, reader: Reader) -> list[Answer]:
@@ -241,7 +260,10 @@ def _answered(batch: Sequence[_Prepared], settings: Settings, reader: Reader) ->
         questions = [prompt.question for prompt in prompts]
         mass = None if aggregated is None else aggregated.mass
         masses = None if mass is None else reader.by_document(mass, settings.allowed)
-        read = [texts_read(one.document_ids, one.texts, one.prompt.contexts) for one in batch]
+        read = [
+            texts_read([hit.document_id for hit in hits], [hit.text for hit in hits], one.prompt.contexts)
+            for one, hits in ((one, [hit for hit in one.texts if hit.document_id]) for one in batch)
+        ]
         sources = find_sources(questions, texts, read, masses, reader.bank, settings.sources)
     answers = [
         Answer(text, one.prompt.contexts, one.document_ids, one.prompt.truncated, share, unread, found)
@@ -258,15 +280,15 @@ def aggregate_prompts(
     reader: Reader, prompts: Sequence[FittedPrompt], allowed: Container[str] | None, *, mass: bool = False
 ) -> Aggregated:
     """phi* of each prompt's question, and with `mass` the attention mass, too; see `Reader.aggregate`."""
-    ids = [prompt.question_ids for prompt in prompts]
-    return reader.aggregate([prompt.question for prompt in prompts], allowed, ids=ids, mass=mass)
+    ids, read = [prompt.question_ids for prompt in prompts], [prompt.read for prompt in prompts]
+    return reader.aggregate([prompt.question for prompt in prompts], allowed, ids=ids, mass=mass, read=read)
 
 
 def evidence_from(
     reader: Reader,
     prompts: Sequence[FittedPrompt],
     answers: Sequence[str],
-    phi: Tensor | None,
+    phi: Phi | None,
     allowed: Container[str] | None,
 ) -> Tensor:
     """`evidence_of` with the evidence of the bank's prior: `[B, len(EVIDENCE)]`. `phi` is None without memory."""
@@ -398,7 +420,7 @@ def evidence_of(
     model: MACModel,
     prompts: Sequence[FittedPrompt],
     answers: Sequence[str],
-    phi: Tensor | None,
+    phi: Phi | None,
     prior: Tensor | None,
 ) -> Tensor:
     """Evidence about B answers, `[B, len(EVIDENCE)]` in float32 on the CPU.

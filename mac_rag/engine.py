@@ -28,9 +28,11 @@ from mac_rag.asking import (
     answer_calls,
     contexts_of,
     evidence_from,
+    fitted,
     group_of,
 )
 from mac_rag.bank.bank import MemoryBank
+from mac_rag.bank.bm25 import BankBM25Retriever
 from mac_rag.bank.interface import Bank, BankContents
 from mac_rag.bank.known_documents import KnownDocuments
 from mac_rag.bank.reader import reader_of
@@ -43,7 +45,8 @@ from mac_rag.data.types import AdaptReport, Answer, Document, Source
 from mac_rag.errors import ConfigError, MACError
 from mac_rag.lm.decoding import GREEDY, Sampling
 from mac_rag.lm.prompt import FittedPrompt
-from mac_rag.model import MACModel
+from mac_rag.model import MACModel, OwnKVModel
+from mac_rag.retrieval.bm25 import BM25Retriever
 from mac_rag.sources import find_sources
 from mac_rag.sync import Reconciliation, SyncedBank
 
@@ -115,18 +118,28 @@ class MACEngine:
         self._shared = SharedBank(bank)
         self.bank.check_model(loaded.fingerprint)
         self._queue = _queue_of(loaded)
+        prior = self._prior_of_documents()
         self._seen = self._shared.latest()  # the snapshot that the current question sees
-        self._reader = reader_of(loaded, self._seen, self.attention)
+        by_rank = not isinstance(retriever, BM25Retriever)
+        self._reader = reader_of(loaded, self._seen, self.attention, prior, by_rank=by_rank)
         self._seen.release()
         self._last_known: KnownDocuments | None = None  # cache: from the last question without `allowed`
         if bound is not None and not isinstance(self.bank, MemoryBank):
             raise ConfigError("a bank in shards cannot be bounded, because it merges no entries; leave out `bound`")
         self.memory_weight = memory_weight
-        self._writer = DocumentWriter(self.model, bound)
+        self._writer = DocumentWriter(self.model, bound, None if prior is retriever else prior)
         self.on_batch: Callable[[int], object] | None = None
         if self.bank.writable:
             with self._shared.changing():
                 self._finish()
+
+    def _prior_of_documents(self) -> Retriever | None:
+        """What scores all documents of the bank, for a model whose LM attends to rows: BM25, in the bank's file."""
+        if not isinstance(self.model, OwnKVModel) or not isinstance(self.bank, MemoryBank):
+            return None
+        if self.retriever is not None and self.retriever.is_in(self.bank):
+            return self.retriever
+        return BankBM25Retriever(self.bank)
 
     @property
     def bank(self) -> Bank:
@@ -397,10 +410,10 @@ class MACEngine:
         with self._queue.turn(), self._question() as found:
             allowed = self._known(allowed, moment)
             retriever = found if use_retriever else None
-            [(texts, _)] = contexts_of(
+            [hits] = contexts_of(
                 [question], None if contexts is None else [contexts], retriever, self.k if k is None else k, allowed
             )
-            prompt = self.model.fit_to_window(question, texts, overflow=overflow, max_new_tokens=max_new_tokens)
+            prompt = fitted(self._reader, question, hits, use_memory, overflow, max_new_tokens)
             phi = aggregate_prompts(self._reader, [prompt], allowed).phi if use_memory else None
             pieces = self.model.stream(
                 prompt,
@@ -485,7 +498,7 @@ class MACEngine:
         """
         moment = moment_of_question(as_of)
         with self._queue.turn(), self._question():
-            return self._reader.aggregate(questions, self._known(allowed, moment)).phi
+            return self._reader.aggregate(questions, self._known(allowed, moment)).tensor
 
     def document_attention(
         self, questions: Sequence[str], allowed: Container[str] | None = None, *, as_of: AsOf = None

@@ -18,9 +18,10 @@ from mac_rag.config import AttentionConfig
 from mac_rag.errors import BankError, ConfigError
 from mac_rag.nn.memory_tokens import MemoryTokens
 from mac_rag.nn.unpadded_bert import last_states_without_gradients
+from mac_rag.retrieval.base import Hit
 
 if TYPE_CHECKING:
-    from mac_rag.model import AmortizedModel
+    from mac_rag.model import AmortizedModel, MACModel, ReadRows
 
 
 # Number of questions whose attention mass is computed together.
@@ -34,17 +35,28 @@ class Aggregated:
     """The bank aggregated for B questions.
 
     Attributes:
-        phi: `[B, T, D]`, phi* of each question.
+        phi: `[B, T, D]`, phi* of each question; or the rows that each question sees (`OwnKVReader`).
         discarded: `[B]`, the share of the document prior on rows that were not attended to; zero if all rows were.
             `PriorIndex.search` tells when it is exact.
         unread: the share of the documents that could not be read; zero if the bank is one.
         mass: `[B, K]`, the share of each question's attention that goes to each row, where it was asked for.
     """
 
-    phi: Tensor
+    phi: Tensor | ReadRows
     discarded: Tensor
     unread: float = 0.0
     mass: Tensor | None = None
+
+    @property
+    def tensor(self) -> Tensor:
+        """`phi` of a model with an aggregation network.
+
+        Raises:
+            ConfigError: for another kind of model.
+        """
+        if not isinstance(self.phi, Tensor):
+            raise ConfigError("this model has no aggregation network: it attends to rows of the bank with its LM")
+        return self.phi
 
 
 def prior_summary(scores: Tensor, visible: Tensor | None) -> Tensor:
@@ -75,36 +87,29 @@ class Reader(ABC):
     """Reads a bank with one model.
 
     Args:
-        model: the model that reads; its weights must not change while the reader is in use.
         bank: a bank that this model wrote, or a snapshot of one.
         config: attention strategy and cache of keys and values.
+
+    Attributes:
+        model: the model that reads; its weights must not change while the reader is in use.
     """
 
-    def __init__(self, model: AmortizedModel, bank: BankContents, config: AttentionConfig) -> None:
-        self.model = model
+    model: MACModel
+
+    def __init__(self, bank: BankContents, config: AttentionConfig) -> None:
         self.bank = bank
         self.config = config
-        self._recent = RecentQuestions()
 
     @abstractmethod
     def follow(self, bank: BankContents) -> None:
         """Reads another state of the bank from now on. What is known of rows that both have is kept."""
 
-    @abstractmethod
-    def _aggregate(
-        self, questions: Sequence[str], visible: Tensor | None, ids: Mapping[str, Sequence[int]], *, mass: bool
-    ) -> Aggregated:
-        """Aggregates the bank for each question; `visible` `[K]` says which rows may be seen, None for all."""
-
-    @abstractmethod
-    def _prior_summary(self, questions: Sequence[str], visible: Tensor | None) -> tuple[Tensor, int]:
-        """As `prior_summary`, of a model with a document prior; and the number of rows that may be seen."""
-
     @property
+    @abstractmethod
     def recent_questions(self) -> tuple[int, int]:
         """How often a question was found in the cache of recent ones, and how often it was not."""
-        return self._recent.hits, self._recent.misses
 
+    @abstractmethod
     def aggregate(
         self,
         questions: Sequence[str],
@@ -112,6 +117,7 @@ class Reader(ABC):
         *,
         ids: Sequence[Sequence[int]] | None = None,
         mass: bool = False,
+        read: Sequence[Sequence[tuple[str, float]]] | None = None,
     ) -> Aggregated:
         """Aggregates the bank for each question (equation 1).
 
@@ -122,30 +128,36 @@ class Reader(ABC):
             allowed: ids of the documents that may have any influence; None for all.
             ids: token ids of each question for the input encoder, where they are known.
             mass: True computes the attention mass in the same pass.
+            read: for each question the documents that it sees, as `apart` gives them, in place of all; if there are
+                none, it sees all. Only a reader that gives some takes them.
 
         Raises:
             BankError: when the bank is empty or none of its documents is allowed.
             ConfigError: with `mass`, as `attention_mass`.
         """
-        known_ids = {} if ids is None else dict(zip(questions, ids, strict=True))
-        if mass:
-            visible = self._visible(allowed)
-            return self._with_mass(questions, lambda some: self._aggregate(some, visible, known_ids, mass=True))
-        by_moment = isinstance(allowed, KnownDocuments) and allowed.among is None
-        if not (allowed is None or by_moment):
-            return self._aggregate(questions, self._visible(allowed), known_ids, mass=False)
-        network = self.model.aggregation
-        moment = allowed.as_of if isinstance(allowed, KnownDocuments) else None
-        years = self.model.input_encoder.network.years
-        use_years = years is not None and years.use_years
-        switches = (network.use_prior, network.use_recency, network.training, use_years)
-        state = (self.bank.version, switches, by_moment, moment)
 
-        def compute(new: Sequence[str]) -> tuple[Tensor, Tensor]:
-            aggregated = self._aggregate(new, self._visible(allowed), known_ids, mass=False)
-            return aggregated.phi, aggregated.discarded
+    @abstractmethod
+    def prior_evidence(self, questions: Sequence[str], allowed: Container[str] | None = None) -> Tensor | None:
+        """What the document prior says of the best row for each question, `[B, 2]`; None for a model without a prior.
 
-        return Aggregated(*self._recent.look_up(questions, state, compute))
+        First its prior before the scale, then the log-odds of its share among all rows, `log(p / (1 - p))`, where p is
+        the softmax of the priors: how far it is ahead of all others together. With one row that may be seen there are
+        no others, and the log-odds are 0.
+
+        Raises:
+            BankError: see `aggregate`.
+        """
+
+    def apart(self, hits: Sequence[Hit]) -> tuple[list[tuple[str, float]], list[Hit]]:
+        """Divides retrieved documents into those that are read from the bank and those that stand in the prompt.
+
+        Args:
+            hits: the documents, the best first; the id of one that is only known by its text is empty.
+
+        Returns:
+            Id and bias of the first ones, which `aggregate` takes; and the others: by default all.
+        """
+        return [], list(hits)
 
     @torch.no_grad()
     def attention_mass(self, questions: Sequence[str], allowed: Container[str] | None = None) -> Tensor:
@@ -163,51 +175,9 @@ class Reader(ABC):
             ConfigError: for the strategy hierarchical (algorithm 3), under which no attention of one question reaches
                 all documents.
         """
-        visible = self._visible(allowed)
-        mass = self._with_mass(questions, lambda some: self._aggregate(some, visible, {}, mass=True)).mass
+        mass = self.aggregate(questions, allowed, mass=True).mass
         assert mass is not None
         return mass
-
-    def _with_mass(self, questions: Sequence[str], read: Callable[[Sequence[str]], Aggregated]) -> Aggregated:
-        """What `read` aggregates with the mass, a few questions at a time.
-
-        Raises:
-            ConfigError: see `attention_mass`.
-        """
-        if self.config.strategy == "hierarchical":
-            raise ConfigError(
-                "under strategy 'hierarchical' there is no attention of one question to all documents of this bank; "
-                "choose 'streaming' or 'preselect'"
-            )
-        # Because a pass over the bank then needs one number per row and query token.
-        parts = [read(questions[first : first + _MASS_BATCH]) for first in range(0, len(questions), _MASS_BATCH)]
-        masses = [part.mass for part in parts if part.mass is not None]
-        return Aggregated(
-            torch.cat([part.phi for part in parts]),
-            torch.cat([part.discarded for part in parts]),
-            max(part.unread for part in parts),
-            torch.cat(masses),
-        )
-
-    @torch.no_grad()
-    def prior_evidence(self, questions: Sequence[str], allowed: Container[str] | None = None) -> Tensor | None:
-        """What the document prior says of the best row for each question, `[B, 2]`; None for a model without a prior.
-
-        First its prior before the scale, then the log-odds of its share among all rows, `log(p / (1 - p))`, where p is
-        the softmax of the priors: how far it is ahead of all others together. With one row that may be seen there are
-        no others, and the log-odds are 0.
-
-        Raises:
-            BankError: see `aggregate`.
-        """
-        prior = self.model.aggregation.prior
-        if prior is None:
-            return None
-        found, rows = self._prior_summary(questions, self._visible(allowed))
-        best, all_rows = found.unbind(1)
-        share = (best - all_rows).exp().clamp(max=1.0)
-        odds = (share / (1 - share + _LEAST_REST)).log() if rows > 1 else torch.zeros_like(share)
-        return torch.stack([best / prior.log_scale.exp(), odds], 1)
 
     def document_mass(
         self, questions: Sequence[str], allowed: Container[str] | None = None
@@ -236,12 +206,6 @@ class Reader(ABC):
         rows, documents, shared = (torch.tensor(column) for column in zip(*owners, strict=True))
         return ids, mass.new_zeros(len(mass), len(ids)).index_add_(1, documents, mass[:, rows] / shared)
 
-    def _encoded(self, questions: Sequence[str], ids: Mapping[str, Sequence[int]]) -> MemoryTokens:
-        encoder = self.model.input_encoder
-        rows = [ids.get(question) or encoder.ids(question) for question in questions]
-        encoded: MemoryTokens = encoder(rows, last_states_without_gradients)
-        return encoded
-
     def _visible(self, allowed: Container[str] | None) -> Tensor | None:
         """Which rows may be seen, bool `[K]`; a row of several documents only if all are allowed. None for all rows."""
         if not len(self.bank):
@@ -254,6 +218,102 @@ class Reader(ABC):
                 raise BankError(f"the memory bank holds no {allowed}; ask about a later moment, or allow others")
             raise BankError("none of the documents in the memory bank is among those allowed")
         return visible
+
+
+class NetworkReader(Reader):
+    """Reads a bank with an aggregation network.
+
+    Args:
+        model, bank, config: as `Reader`.
+    """
+
+    model: AmortizedModel
+
+    def __init__(self, model: AmortizedModel, bank: BankContents, config: AttentionConfig) -> None:
+        super().__init__(bank, config)
+        self.model = model
+        self._recent = RecentQuestions()
+
+    @abstractmethod
+    def _aggregate(
+        self, questions: Sequence[str], visible: Tensor | None, ids: Mapping[str, Sequence[int]], *, mass: bool
+    ) -> Aggregated:
+        """Aggregates the bank for each question; `visible` `[K]` says which rows may be seen, None for all."""
+
+    @abstractmethod
+    def _prior_summary(self, questions: Sequence[str], visible: Tensor | None) -> tuple[Tensor, int]:
+        """As `prior_summary`, of a model with a document prior; and the number of rows that may be seen."""
+
+    @property
+    def recent_questions(self) -> tuple[int, int]:
+        return self._recent.hits, self._recent.misses
+
+    def aggregate(
+        self,
+        questions: Sequence[str],
+        allowed: Container[str] | None = None,
+        *,
+        ids: Sequence[Sequence[int]] | None = None,
+        mass: bool = False,
+        read: Sequence[Sequence[tuple[str, float]]] | None = None,
+    ) -> Aggregated:
+        known_ids = {} if ids is None else dict(zip(questions, ids, strict=True))
+        if mass:
+            visible = self._visible(allowed)
+            return self._with_mass(questions, lambda some: self._aggregate(some, visible, known_ids, mass=True))
+        by_moment = isinstance(allowed, KnownDocuments) and allowed.among is None
+        if not (allowed is None or by_moment):
+            return self._aggregate(questions, self._visible(allowed), known_ids, mass=False)
+        network = self.model.aggregation
+        moment = allowed.as_of if isinstance(allowed, KnownDocuments) else None
+        years = self.model.input_encoder.network.years
+        use_years = years is not None and years.use_years
+        switches = (network.use_prior, network.use_recency, network.training, use_years)
+        state = (self.bank.version, switches, by_moment, moment)
+
+        def compute(new: Sequence[str]) -> tuple[Tensor, Tensor]:
+            aggregated = self._aggregate(new, self._visible(allowed), known_ids, mass=False)
+            return aggregated.tensor, aggregated.discarded
+
+        return Aggregated(*self._recent.look_up(questions, state, compute))
+
+    def _with_mass(self, questions: Sequence[str], read: Callable[[Sequence[str]], Aggregated]) -> Aggregated:
+        """What `read` aggregates with the mass, a few questions at a time.
+
+        Raises:
+            ConfigError: see `attention_mass`.
+        """
+        if self.config.strategy == "hierarchical":
+            raise ConfigError(
+                "under strategy 'hierarchical' there is no attention of one question to all documents of this bank; "
+                "choose 'streaming' or 'preselect'"
+            )
+        # Because a pass over the bank then needs one number per row and query token.
+        parts = [read(questions[first : first + _MASS_BATCH]) for first in range(0, len(questions), _MASS_BATCH)]
+        masses = [part.mass for part in parts if part.mass is not None]
+        return Aggregated(
+            torch.cat([part.tensor for part in parts]),
+            torch.cat([part.discarded for part in parts]),
+            max(part.unread for part in parts),
+            torch.cat(masses),
+        )
+
+    @torch.no_grad()
+    def prior_evidence(self, questions: Sequence[str], allowed: Container[str] | None = None) -> Tensor | None:
+        prior = self.model.aggregation.prior
+        if prior is None:
+            return None
+        found, rows = self._prior_summary(questions, self._visible(allowed))
+        best, all_rows = found.unbind(1)
+        share = (best - all_rows).exp().clamp(max=1.0)
+        odds = (share / (1 - share + _LEAST_REST)).log() if rows > 1 else torch.zeros_like(share)
+        return torch.stack([best / prior.log_scale.exp(), odds], 1)
+
+    def _encoded(self, questions: Sequence[str], ids: Mapping[str, Sequence[int]]) -> MemoryTokens:
+        encoder = self.model.input_encoder
+        rows = [ids.get(question) or encoder.ids(question) for question in questions]
+        encoded: MemoryTokens = encoder(rows, last_states_without_gradients)
+        return encoded
 
 
 class RecentQuestions:

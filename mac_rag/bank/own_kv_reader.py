@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import OrderedDict
 from collections.abc import Container, Iterator, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -13,13 +14,13 @@ from mac_rag.bank.bank import Contents
 from mac_rag.bank.base_reader import Aggregated, Reader
 from mac_rag.bank.interface import BankContents
 from mac_rag.config import AttentionConfig
-from mac_rag.data.provenance import content_hash
 from mac_rag.data.types import Document
 from mac_rag.errors import ConfigError
 from mac_rag.model import OwnKVModel, ReadRow, ReadRows
 from mac_rag.retrieval.base import Hit, Retriever
 from mac_rag.retrieval.bm25 import BM25Retriever
 
+_ALIKE = 3  # documents among which one with the same text is looked for
 _CANDIDATES = 64  # documents that the prior finds for a question; a budget of tokens rarely holds as many
 # Of what another retriever than BM25 has found, only the order says how probable a document is: the bias is this
 # number times the logarithm of the rank.
@@ -34,6 +35,7 @@ class OwnKVReader(Reader):
         bank: a bank that it wrote, or a snapshot of one.
         config: how many bytes of decoded rows are kept. Attention is always to all rows that can matter.
         prior: scores all documents of the bank for a question.
+        by_rank: False if retrieved documents come with the scores of BM25; True takes their order alone.
 
     Raises:
         ConfigError: for an attention strategy other than `streaming`.
@@ -41,15 +43,17 @@ class OwnKVReader(Reader):
 
     bank: Contents
 
-    def __init__(self, model: OwnKVModel, bank: Contents, config: AttentionConfig, prior: Retriever) -> None:
+    def __init__(
+        self, model: OwnKVModel, bank: Contents, config: AttentionConfig, prior: Retriever, by_rank: bool
+    ) -> None:
         if config.strategy != "streaming":
             raise ConfigError(
                 f"strategy {config.strategy!r} is one of aggregation networks, and this model attends with its LM; "
                 "choose 'streaming'"
             )
-        super().__init__(model, bank, config)
-        self._own = model
-        self._prior = prior
+        super().__init__(bank, config)
+        self.model = self._own = model
+        self._prior, self._by_rank = prior, by_rank
         self._kept: OrderedDict[int, Tensor] = OrderedDict()  # by key of a row: its decoded keys and values
         self._row_keys = bank.row_keys
         self._scores: OrderedDict[tuple[int, str], list[float]] = OrderedDict()
@@ -77,66 +81,77 @@ class OwnKVReader(Reader):
         *,
         ids: Sequence[Sequence[int]] | None = None,
         mass: bool = False,
-        found: Sequence[Sequence[Hit]] | None = None,
+        read: Sequence[Sequence[tuple[str, float]]] | None = None,
     ) -> Aggregated:
         self._visible(allowed)  # raises for an empty bank, and if nothing is allowed
-        asked = list(found or [()] * len(questions))
-        unknown = [place for place, hits in enumerate(asked) if not hits]
-        by_rank = [True] * len(questions)
+        seen = [list(documents) for documents in read or [()] * len(questions)]
+        unknown = [place for place, documents in enumerate(seen) if not documents]
         if unknown:
-            hits = self._prior.retrieve([questions[place] for place in unknown], _CANDIDATES, allowed=allowed)
-            for place, row in zip(unknown, hits, strict=True):
-                asked[place] = row
-                by_rank[place] = not isinstance(self._prior, BM25Retriever)
-        candidates = [
-            list(self._candidates(question, hits, rank))
-            for question, hits, rank in zip(questions, asked, by_rank, strict=True)
-        ]
+            found = self._prior.retrieve([questions[place] for place in unknown], _CANDIDATES, allowed=allowed)
+            by_rank = not isinstance(self._prior, BM25Retriever)
+            for place, hits in zip(unknown, found, strict=True):
+                seen[place] = self._biased(hits, by_rank)
+        candidates = [list(self._candidates(*each)) for each in zip(questions, seen, strict=True)]
         chosen = [self._own.chosen(rows) for rows in candidates]
         decoded = self._decoded([key for rows in chosen for key, _ in rows])
         phi = ReadRows([[ReadRow(decoded[key], bias) for key, bias in rows] for rows in chosen])
-        shares = [_shares(rows, dict(of)) for rows, of in zip(candidates, chosen, strict=True)]
-        return Aggregated(
-            phi,
-            torch.tensor([max(0.0, 1.0 - sum(share.values())) if share else 0.0 for share in shares]),
-            mass=self._mass(chosen) if mass else None,
-        )
+        unseen = [_unseen(*each) for each in zip(candidates, chosen, strict=True)]
+        return Aggregated(phi, torch.tensor(unseen), mass=self._mass(chosen) if mass else None)
 
     def prior_evidence(self, questions: Sequence[str], allowed: Container[str] | None = None) -> None:
         return None
 
-    def apart(self, hits: Sequence[Hit]) -> tuple[list[Hit], list[Hit]]:
-        """The documents that the bank holds with these texts, and the others."""
-        names = {hit.document_id for hit in hits}
-        held = {name: self.bank[name] for name in names if name in self.bank}
-        in_bank, others = [], []
-        for hit in hits:
-            entry = held.get(hit.document_id)
-            known = entry is not None and entry.content_hash == content_hash(
-                Document(hit.document_id, hit.text, hit.metadata)
-            )
-            (in_bank if known else others).append(hit)
-        return in_bank, others
+    def apart(self, hits: Sequence[Hit]) -> tuple[list[tuple[str, float]], list[Hit]]:
+        named = [hit if hit.document_id else replace(hit, document_id=self._id_of(hit.text)) for hit in hits]
+        biased = self._biased(named, self._by_rank)
+        read, others = [], []
+        for hit, name, bias in zip(hits, named, biased, strict=True):
+            if self._holds(name):
+                read.append(bias)
+            else:
+                others.append(hit)
+        return read, others
 
-    def _candidates(self, question: str, hits: Sequence[Hit], by_rank: bool) -> Iterator[tuple[int, float, int]]:
-        """Key, bias and number of tokens of each row of some documents, the best first."""
-        rows = self.bank.rows_of([hit.document_id for hit in hits])
-        keys = [key for hit in hits for key in rows.get(hit.document_id, ())]
-        tokens = dict(zip(keys, self.bank.token_counts(keys), strict=True))
+    def _holds(self, hit: Hit) -> bool:
+        """True if the bank holds a document with this text."""
+        if hit.document_id not in self.bank:
+            return False
+        entry = self.bank[hit.document_id]
+        return entry.members[entry.place(hit.document_id)].matches(hit.text)
+
+    def _id_of(self, text: str) -> str:
+        """Id of a document of the bank with this text; empty if there is none."""
+        if not text.strip():
+            return ""
+        [hits] = self._prior.retrieve([text], _ALIKE)
+        return next((hit.document_id for hit in hits if hit.text.strip() == text.strip()), "")
+
+    def _biased(self, hits: Sequence[Hit], by_rank: bool) -> list[tuple[str, float]]:
+        """Id and bias of retrieved documents."""
         scale = self._own.config.bias_scale
-        for rank, hit in enumerate(hits, 1):
-            own = rows.get(hit.document_id, [])
-            bias = -_RANK_WEIGHT * math.log(rank) if by_rank else scale * hit.score
-            lower = self._below_best(question, hit, own) if len(own) > 1 else [0.0]
-            for key, less in zip(own, lower):
-                yield key, bias - scale * less, tokens[key]
+        return [
+            (hit.document_id, -_RANK_WEIGHT * math.log(rank) if by_rank else scale * hit.score)
+            for rank, hit in enumerate(hits, 1)
+        ]
 
-    def _below_best(self, question: str, hit: Hit, keys: Sequence[int]) -> list[float]:
+    def _candidates(self, question: str, documents: Sequence[tuple[str, float]]) -> Iterator[tuple[int, float, int]]:
+        """Key, bias and number of tokens of each row of some documents."""
+        rows = self.bank.rows_of([name for name, _ in documents])
+        keys = [key for own in rows.values() for key in own]
+        tokens = dict(zip(keys, self.bank.token_counts(keys), strict=True))
+        for name, bias in documents:
+            own = rows.get(name, [])
+            lower = self._below_best(question, name, own) if len(own) > 1 else [0.0]
+            for key, less in zip(own, lower):
+                yield key, bias - self._own.config.bias_scale * less, tokens[key]
+
+    def _below_best(self, question: str, name: str, keys: Sequence[int]) -> list[float]:
         """For each row of a long document, by how much BM25 scores it lower than the best of them."""
         known = keys[0], question
         if known not in self._scores:
+            [document] = self._prior.documents([name])
             parts = BM25Retriever()
-            parts.add([Document(str(place), text) for place, text in enumerate(self._own.chunks(hit.text))])
+            parts.add([Document(str(place), text) for place, text in enumerate(self._own.chunks(document.text))])
             [scores] = parts.scores([question], [str(place) for place in range(len(parts))])
             self._scores[known] = [max(scores) - score for score in scores]
             while len(self._scores) > 10 * _CANDIDATES:
@@ -166,9 +181,10 @@ class OwnKVReader(Reader):
         return mass
 
 
-def _shares(candidates: Sequence[tuple[int, float, int]], chosen: dict[int, float]) -> dict[int, float]:
-    """The share of the prior of each row that was chosen among the candidates."""
+def _unseen(candidates: Sequence[tuple[int, float, int]], chosen: Sequence[tuple[int, float]]) -> float:
+    """The share of the prior on candidates that were not chosen."""
     if not candidates:
-        return {}
-    shares = torch.tensor([bias for _, bias, _ in candidates]).softmax(0).tolist()
-    return {key: share for (key, _, _), share in zip(candidates, shares, strict=True) if key in chosen}
+        return 0.0
+    shares: list[float] = torch.tensor([bias for _, bias, _ in candidates]).softmax(0).tolist()
+    seen = {key for key, _ in chosen}
+    return sum(share for (key, _, _), share in zip(candidates, shares, strict=True) if key not in seen)

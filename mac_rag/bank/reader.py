@@ -9,12 +9,14 @@ import torch
 from torch import Tensor
 
 from mac_rag.bank.bank import Contents
-from mac_rag.bank.base_reader import Aggregated, BringsReader, Reader, RecentQuestions, prior_summary
+from mac_rag.bank.base_reader import Aggregated, BringsReader, NetworkReader, Reader, RecentQuestions, prior_summary
+from mac_rag.bank.own_kv_reader import OwnKVReader
 from mac_rag.bank.prior_index import PriorIndex
 from mac_rag.bank.projection import ProjectedBank
 from mac_rag.config import AttentionConfig
 from mac_rag.errors import ConfigError
 from mac_rag.lm.devices import DTYPES
+from mac_rag.model import AmortizedModel, MACModel, OwnKVModel
 from mac_rag.nn.bank_view import BankView
 from mac_rag.nn.bank_view import prior_keys as prior_keys_of
 from mac_rag.nn.hierarchical import hierarchical
@@ -22,10 +24,10 @@ from mac_rag.nn.memory_tokens import MemoryTokens
 
 if TYPE_CHECKING:
     from mac_rag.bank.interface import BankContents
-    from mac_rag.model import AmortizedModel, MACModel
+    from mac_rag.retrieval.base import Retriever
 
 
-class BankReader(Reader):
+class BankReader(NetworkReader):
     """Reads a bank in this process with one model.
 
     Args:
@@ -124,14 +126,29 @@ class BankReader(Reader):
         return self._rows
 
 
-def reader_of(model: MACModel, bank: BankContents, config: AttentionConfig) -> Reader:
+def reader_of(
+    model: MACModel,
+    bank: BankContents,
+    config: AttentionConfig,
+    prior: Retriever | None = None,
+    *,
+    by_rank: bool = True,
+) -> Reader:
     """The reader of a bank, or of a snapshot of one, wherever it lies.
+
+    Args:
+        model: the model.
+        bank: the bank.
+        config: how it is read.
+        prior, by_rank: see `OwnKVReader`; only for its kind of model.
 
     Raises:
         ConfigError: for a strategy that the model or the bank does not support.
     """
-    from mac_rag.model import AmortizedModel
-
+    if isinstance(model, OwnKVModel):
+        if not isinstance(bank, Contents) or prior is None:
+            raise ConfigError("a bank in shards does not hold an LM's own keys and values; use a bank in one file")
+        return OwnKVReader(model, bank, config, prior, by_rank)
     assert isinstance(model, AmortizedModel)
     if isinstance(bank, Contents):
         return BankReader(model, bank, config)

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mac_rag.bank.base_reader import Aggregated, Reader
+from mac_rag.bank.base_reader import Aggregated, NetworkReader
 from mac_rag.distributed.messages import Array, ShardQuestion, to_array, to_tensor
 from mac_rag.distributed.transport import Request
 from mac_rag.errors import ConfigError, ShardLostError
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 _Read = TypeVar("_Read")
 
 
-class ShardedReader(Reader):
+class ShardedReader(NetworkReader):
     """Reads a bank in shards with one model.
 
     Args:
@@ -64,6 +64,7 @@ class ShardedReader(Reader):
         *,
         ids: Sequence[Sequence[int]] | None = None,
         mass: bool = False,
+        read: Sequence[Sequence[tuple[str, float]]] | None = None,
     ) -> Aggregated:
         """As `Reader.aggregate`; rows of lost shards have no mass.
 

@@ -172,6 +172,8 @@ class Amortizer:
             return _error(error)
 
     def _amortize(self, group: Group) -> str:
+        from torch import Tensor
+
         from mac_rag.bank.bank import MemoryBank
         from mac_rag.distributed.staging import Block, write_block
 
@@ -180,7 +182,7 @@ class Amortizer:
         self._begin(key, new)
         plan = self._writer.plan(new, MemoryBank(self._job.fingerprint), self._job.on_long)
         phi = self._writer.encode(new, plan)
-        assert phi is not None  # a group comes here only if the bank lacks some of it
+        assert isinstance(phi, Tensor)  # a group comes here only if the bank lacks some of it
         rows = [len(plan[document.id]) for document in new]
         return write_block(self._staging, key, Block(phi, rows))
 

@@ -68,7 +68,9 @@ class BlockPrompt:
         `contexts` are further documents, whose texts stand before the question.
         """
         between, after = self._question
-        return self.texts.ids("".join(f"\n\n{context.strip()}" for context in contexts) + between + text.strip() + after)
+        return self.texts.ids(
+            "".join(f"\n\n{context.strip()}" for context in contexts) + between + text.strip() + after
+        )
 
     def conversation(self, messages: Sequence[Message]) -> list[int]:
         """The ids of a conversation after a document, ending where the assistant's answer begins.

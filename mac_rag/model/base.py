@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from itertools import takewhile
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from mac_rag.config import BaseLMConfig, Config, ExtractiveConfig, PromptFormat
 from mac_rag.data.characters import fault_of, shown
+from mac_rag.data.types import Document
 from mac_rag.errors import ConfigError, DocumentError, ModelLoadError, PromptError
 from mac_rag.lm.base_lm import BaseLM
 from mac_rag.lm.batching import length_buckets
@@ -166,6 +167,45 @@ class MACModel(nn.Module, ABC):
         return model.eval()
 
     @classmethod
+    def around(
+        cls,
+        lm: str | Path | BaseLMConfig | tuple[Any, Any],
+        documents: Iterable[Document | str] | None = None,
+        *,
+        compression: int | None = 20,
+        adapter: str | Path | None = None,
+        device: str | torch.device | None = None,
+        progress: bool = False,
+    ) -> MACModel:
+        """A memory for any causal LM, of its own keys and values; see `mac_rag.model.own_kv`. Nothing is trained.
+
+        First checks that this LM answers from a document in memory as from its text.
+
+        Args:
+            lm: a folder, a name on the Hub or of `mac-rag fetch`, its configuration, or a loaded LM and its tokenizer.
+                From a name, it is loaded in bf16.
+            documents: documents like those that the memory will hold, to fit a codec to; 20,000 tokens are advised.
+            compression: how many times smaller than its keys and values, in 16 bits, a document is in a bank; None
+                keeps them as they are. Without documents, only None.
+            adapter: folder `best` or `last` of a run of `pipelines.tune_reading` for this LM; None for the LM as it is.
+            device: device of the LM; None for a GPU if there is one, else the CPU.
+            progress: shows a progress bar.
+
+        Raises:
+            ConfigError: for a compression without documents, or one that leaves no byte.
+            ModelLoadError: if the LM cannot be loaded, has layers without keys and values, or answers from memory
+                otherwise than from text; the message names the difference.
+        """
+        return _KINDS["own-kv"]._around(
+            lm, documents, compression=compression, adapter=adapter, device=device, progress=progress
+        )
+
+    @classmethod
+    def _around(cls, *arguments: Any, **named: Any) -> MACModel:
+        """See `around`; for the kind of model that it makes."""
+        raise NotImplementedError
+
+    @classmethod
     @abstractmethod
     def _build(cls, config: ModelConfig, place: torch.device) -> Self:
         """A new model, as `from_config` describes it, from a configuration of this kind's `config_class`."""
@@ -228,8 +268,8 @@ class MACModel(nn.Module, ABC):
         *,
         batch_tokens: int = BATCH_TOKENS,
         advance: Callable[[int], object] | None = None,
-    ) -> Tensor:
-        """What a bank stores of documents, from their token ids (`plan`): `[K, ...]`, without gradients.
+    ) -> Tensor | list[Tensor]:
+        """What a bank stores of documents, from their token ids (`plan`): K rows, without gradients.
 
         Args:
             rows: K rows of token ids.
@@ -271,6 +311,10 @@ class MACModel(nn.Module, ABC):
     def memory_in_prompt(self, phi: Phi) -> list[int]:
         """For each question the number of tokens of phi* that the LM runs over with the prompt; 0 by default."""
         return [0] * len(phi)
+
+    def _prompt_ids(self, prompt: FittedPrompt, phi: Phi | None) -> Sequence[int]:
+        """The token ids that the LM reads after its memory, or without one."""
+        return prompt.ids
 
     @property
     def _extractive(self) -> ExtractiveConfig | None:
@@ -315,7 +359,7 @@ class MACModel(nn.Module, ABC):
             return question
         room = self.context_window - (max_new_tokens or self.config.max_new_tokens)
         question_ids = self._question_ids(question)  # checks the question, even if no memory is used
-        _check_each(contexts, "document")
+        check_each(contexts, "document")
         fitted = self.base_lm.prompts.fit_to_window(question, contexts, room)
         taken = self.base_lm.prompts.positions
         if taken(fitted.ids) > room or (fitted.truncated and overflow == "error"):
@@ -352,7 +396,7 @@ class MACModel(nn.Module, ABC):
         if not isinstance(prompts, ChatPromptEncoder):
             raise ConfigError("prompt.chat is false, but only a chat reads conversations; set it and train the model")
         room = self.context_window - (max_new_tokens or self.config.max_new_tokens)
-        _check_each([message.text for message in messages], "message")
+        check_each([message.text for message in messages], "message")
         asked = messages[-1].text if question is None and messages else question or ""
         fitted = prompts.fit_conversation(messages, asked, contexts, room)
         if len(fitted.ids) > room:
@@ -393,7 +437,7 @@ class MACModel(nn.Module, ABC):
         answers = [""] * len(fitted)
         for rows in self._batches(fitted, modulation):
             texts = self.base_lm.generate(
-                [fitted[i].ids for i in rows],
+                [self._prompt_ids(fitted[i], modulation) for i in rows],
                 None if modulation is None else self._modulation(modulation[rows]),
                 max_new_tokens=max_new_tokens or self.config.max_new_tokens,
                 num_beams=num_beams,
@@ -478,7 +522,7 @@ class MACModel(nn.Module, ABC):
         found = [torch.empty(0)] * len(prompts)
         for rows in self._batches(prompts, phi):
             losses = self.base_lm.token_losses(
-                [prompts[i].ids for i in rows],
+                [self._prompt_ids(prompts[i], phi) for i in rows],
                 [answers[i][: self._positions - taken(prompts[i].ids)] for i in rows],
                 None if phi is None else self._modulation(phi[rows]),
             )
@@ -490,11 +534,14 @@ class MACModel(nn.Module, ABC):
         self, prompts: Sequence[str | FittedPrompt], contexts: Sequence[Sequence[str]] | None
     ) -> list[FittedPrompt]:
         """All prompts as token ids, without cutting documents of questions that are texts."""
-        encoder = self.base_lm.prompts
         return [
-            prompt if isinstance(prompt, FittedPrompt) else encoder.fit_to_window(prompt, texts)
+            prompt if isinstance(prompt, FittedPrompt) else self._written(prompt, texts)
             for prompt, texts in zip(prompts, contexts or [()] * len(prompts), strict=True)
         ]
+
+    def _written(self, question: str, contexts: Sequence[str]) -> FittedPrompt:
+        """A question after documents as token ids, whatever their number."""
+        return self.base_lm.prompts.fit_to_window(question, contexts)
 
     def _batches(self, prompts: Sequence[FittedPrompt], phi: Phi | None) -> list[list[int]]:
         """Batches of prompts, as lists of indices. All prompts of a batch read equally many tokens of phi*.
@@ -525,7 +572,7 @@ class MACModel(nn.Module, ABC):
         """Yields the answer to one question piece by piece; arguments as for `generate`, with phi* `[1, T, D]`."""
         [fitted] = self._as_fitted([prompt], [contexts])
         yield from self.base_lm.stream(
-            fitted.ids,
+            self._prompt_ids(fitted, modulation),
             None if modulation is None else self._modulation(modulation),
             max_new_tokens=max_new_tokens or self.config.max_new_tokens,
             weights=self._weights([fitted], memory_weight),
@@ -583,7 +630,7 @@ def log_odds_of_answering(losses: Sequence[Tensor]) -> Tensor:
     return odds
 
 
-def _check_each(texts: Sequence[str], kind: str) -> None:
+def check_each(texts: Sequence[str], kind: str) -> None:
     """Checks the characters of documents or messages before a template surrounds them, so that errors can locate them.
 
     Raises:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import copy
 import re
-from typing import Any
+from typing import Any, TypeVar
 
-from mac_rag.config import EncoderConfig, MACConfig, SentenceEncoderConfig, YearsConfig
+from mac_rag.config import BaseLMConfig, EncoderConfig, MACConfig, SentenceEncoderConfig, YearsConfig
 from mac_rag.errors import ConfigError, ModelLoadError
 from mac_rag.lm.attention_sink import make_attention_sink
 from mac_rag.lm.base_lm import BaseLM
@@ -19,6 +19,17 @@ from mac_rag.nn.amortization import DESIGNS
 from mac_rag.nn.dtypes import HALF_PRECISION, SharedEmbedding
 from mac_rag.nn.lexical import HashedBM25, NamedYears, Years
 from mac_rag.nn.modulation import FiLM, LoRA, ModulationNetwork, PrefixTuning, PromptTuning
+
+_Part = TypeVar("_Part", BaseLMConfig, EncoderConfig)
+
+
+def with_exact_revision(part: _Part) -> _Part:
+    """The configuration of an LM or encoder with its exact revision; see `with_exact_revisions`."""
+    assert part.name is not None
+    revision = exact_revision(part.name, part.revision)
+    if part.name not in {*PACKAGED, *FETCHABLE}:
+        revision = pinned(part.name, revision)
+    return part.model_copy(update={"revision": revision})
 
 
 def with_exact_revisions(config: MACConfig) -> MACConfig:
@@ -33,11 +44,10 @@ def with_exact_revisions(config: MACConfig) -> MACConfig:
     def exact(part: Any) -> Any:
         if part is None or part.name is None:
             return part
-        revision = exact_revision(part.name, part.revision)
-        # A checkpoint holds the sentence encoder itself, and the fingerprint covers its revision as configured.
-        if part is not config.sentence_encoder and part.name not in {*PACKAGED, *FETCHABLE}:
-            revision = pinned(part.name, revision)
-        return part.model_copy(update={"revision": revision})
+        if isinstance(part, SentenceEncoderConfig):
+            # A checkpoint holds the sentence encoder itself, and the fingerprint covers its revision as configured.
+            return part.model_copy(update={"revision": exact_revision(part.name, part.revision)})
+        return with_exact_revision(part)
 
     parts = ("base_lm", "amortization", "input_encoder", "sentence_encoder")
     return config.model_copy(update={name: exact(getattr(config, name)) for name in parts})

@@ -18,10 +18,9 @@ import hashlib
 import json
 import logging
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import islice
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -43,8 +42,9 @@ from mac_rag.lm.chat import ChatPromptEncoder, Message
 from mac_rag.lm.devices import DeviceMap, default_device
 from mac_rag.lm.loading import load_causal_lm, quiet
 from mac_rag.lm.prompt import FittedPrompt
-from mac_rag.model.base import MACModel, check_each
-from mac_rag.model.factory import exact_lm
+from mac_rag.model import checkpoint
+from mac_rag.model.base import MACModel, ModelConfig, check_each
+from mac_rag.model.factory import with_exact_revision
 from mac_rag.model.text_encoder import split
 from mac_rag.nn.block_prefix import BlockPrefix
 from mac_rag.nn.codec import KVCodec
@@ -54,8 +54,7 @@ from mac_rag.untrusted_files import read_json
 
 _log = logging.getLogger(__name__)
 
-CONFIG, CODEC, ADAPTER, READING = "config.json", "codec.safetensors", "adapter", "reading.json"
-FORMAT = 1
+CODEC, ADAPTER, READING = "codec.safetensors", "adapter", "reading.json"
 _LARGEST_CONFIG = 1 << 20
 _LARGEST_GROUP = 4096  # numbers; a PCA of more takes minutes
 _FEW_TOKENS = 20_000  # a codec that is fitted on fewer may not know what other texts look like
@@ -148,10 +147,10 @@ class OwnKVModel(MACModel, kind="own-kv", config_class=OwnKVConfig):
         self.blocks = BlockPrompt(base_lm.tokenizer, config.turn, config.prompt.system)
         base_lm.end_tokens = sorted({*base_lm.end_tokens, *self.blocks.end_tokens})
         start, longest = len(self.blocks.opening), config.max_document_tokens + _SPARE
-        self._positions = base_lm.context_window - start - longest
+        self._reserved = start + longest
         if self.context_window > self._positions or self._positions < 1:
             raise ConfigError(
-                f"context_window is {self.context_window}, but {start + longest} of the LM's "
+                f"context_window is {self.context_window}, but {self._reserved} of the LM's "
                 f"{base_lm.context_window} positions are for documents; lower max_document_tokens, which is "
                 f"{config.max_document_tokens}"
             )
@@ -160,8 +159,10 @@ class OwnKVModel(MACModel, kind="own-kv", config_class=OwnKVConfig):
             self._rotation = key_rotation(base_lm.model, range(start, start + longest), base_lm.context_window)
 
     @classmethod
-    def from_config(cls, config: OwnKVConfig, *, device: str | torch.device | None = None) -> OwnKVModel:
-        raise ConfigError("a memory of an LM's own keys and values is made by MACModel.around, not from_config")
+    def _build(cls, config: ModelConfig, place: torch.device) -> OwnKVModel:
+        raise ConfigError(
+            f"a memory around {config.base_lm.name!r} on {place} is made by MACModel.around, not by from_config"
+        )
 
     @classmethod
     def _around(
@@ -206,9 +207,7 @@ class OwnKVModel(MACModel, kind="own-kv", config_class=OwnKVConfig):
         """
         bytes_per_token = self.raw_bytes // compression
         layers, _, kv_heads, _, width = self.opening.shape
-        group = max(
-            size for size in range(1, layers + 1) if not layers % size and (size == 1 or self._fits(size))
-        )
+        group = max(size for size in range(1, layers + 1) if not layers % size and (size == 1 or self._fits(size)))
         codec = KVCodec(layers=layers, kv_heads=kv_heads, head_width=width, group=group).to(self.device)
         if compression < 1:
             raise ConfigError(f"compression is {compression}; give a number of at least 1, or None for no codec")
@@ -247,7 +246,7 @@ class OwnKVModel(MACModel, kind="own-kv", config_class=OwnKVConfig):
 
     @classmethod
     def _load(cls, folder: Path, place: torch.device, spread: DeviceMap | None) -> OwnKVModel:
-        config = OwnKVConfig.parse(_settings(folder), folder / CONFIG)
+        config = OwnKVConfig.parse(checkpoint.read_values(folder)[1], folder / checkpoint.CONFIG)
         model, tokenizer = load_causal_lm(config.base_lm, place, folder, "own-kv", spread)
         digest = lm_digest(model, tokenizer)
         if digest != config.lm_digest:
@@ -299,8 +298,10 @@ class OwnKVModel(MACModel, kind="own-kv", config_class=OwnKVConfig):
             (place / ADAPTER).mkdir()
             for name in ("adapter_config.json", "adapter_model.safetensors"):
                 shutil.copyfile(self._adapter / name, place / ADAPTER / name)
-        text = json.dumps({"format": FORMAT, "kind": "own-kv", **self.config.model_dump(mode="json")}, indent=2)
-        (place / CONFIG).write_text(text + "\n")
+        text = json.dumps(
+            {"format": checkpoint.FORMAT, "kind": self.kind, **self.config.model_dump(mode="json")}, indent=2
+        )
+        (place / checkpoint.CONFIG).write_text(text + "\n")
 
     @cached_property
     def fingerprint(self) -> str:
@@ -389,7 +390,8 @@ class OwnKVModel(MACModel, kind="own-kv", config_class=OwnKVConfig):
         codes = codes.to(self.device)
         if self.codec is None:
             layers, _, kv_heads, _, width = self.opening.shape
-            return codes.view(self.base_lm.dtype).unflatten(1, (layers, 2, kv_heads, width)).movedim(0, 3)
+            numbers: Tensor = codes.view(self.base_lm.dtype).unflatten(1, (layers, 2, kv_heads, width))
+            return numbers.movedim(0, 3)
         assert self._rotation is not None
         keys, values = self.codec.decode(codes).unbind(1)
         return torch.stack([self._rotation(keys), values], 1).to(self.base_lm.dtype)
@@ -400,13 +402,21 @@ class OwnKVModel(MACModel, kind="own-kv", config_class=OwnKVConfig):
     def context_window(self) -> int:
         return self.config.context_window or self._positions
 
-    def _question_ids(self, text: str) -> list[int]:
-        check_text(text)
+    @property
+    def _positions(self) -> int:
+        return self.base_lm.context_window - self._reserved
+
+    def split_question(self, question: str) -> list[str]:
+        return [question]
+
+    def _question_ids(self, question: str, *, last_part: bool = False) -> list[int]:
+        check_text(question)
         return []
 
-    def _modulation(self, phi: Any) -> BlockPrefix | None:
-        if phi is None:
-            return None
+    def _written(self, question: str, contexts: Sequence[str]) -> FittedPrompt:
+        return self.fit_to_window(question, contexts)
+
+    def _modulation(self, phi: Any) -> BlockPrefix:
         return BlockPrefix(
             self.opening,
             [[row.keys_values for row in rows] for rows in phi.rows],
@@ -418,7 +428,9 @@ class OwnKVModel(MACModel, kind="own-kv", config_class=OwnKVConfig):
 
     def _weights(self, prompts: Sequence[FittedPrompt], memory_weight: float | None) -> None:
         if memory_weight not in (None, 1.0):
-            raise ConfigError(f"memory_weight is {memory_weight}, but a memory of keys and values has none; leave it out")
+            raise ConfigError(
+                f"memory_weight is {memory_weight}, but a memory of keys and values has none; leave it out"
+            )
 
     def fit_to_window(
         self,
@@ -464,9 +476,7 @@ class OwnKVModel(MACModel, kind="own-kv", config_class=OwnKVConfig):
         contexts: Sequence[str] = (),
         max_new_tokens: int | None = None,
     ) -> FittedPrompt:
-        fitted = super().fit_conversation(
-            messages, question=question, contexts=contexts, max_new_tokens=max_new_tokens
-        )
+        fitted = super().fit_conversation(messages, question=question, contexts=contexts, max_new_tokens=max_new_tokens)
         encoder = self.base_lm.prompts
         assert isinstance(encoder, ChatPromptEncoder)
         after = self.blocks.conversation(encoder.turns(messages))
@@ -524,8 +534,8 @@ class OwnKVModel(MACModel, kind="own-kv", config_class=OwnKVConfig):
             documents += 1
         if not documents:
             raise ConfigError("no document has 16 tokens or more, so nothing can be measured; give longer ones")
-        size = self.config.bytes_per_token or self.raw_bytes
-        return Kept(*(total / count for total in sums), documents, size, self.raw_bytes)
+        nothing, text, memory = (total / count for total in sums)
+        return Kept(nothing, text, memory, documents, self.config.bytes_per_token or self.raw_bytes, self.raw_bytes)
 
     def chosen(self, candidates: Iterable[tuple[int, float, int]]) -> list[tuple[int, float]]:
         """The rows that a question sees: the best ones within `memory_tokens`, with their biases.
@@ -571,16 +581,8 @@ def _loaded(lm: str | Path | BaseLMConfig | tuple[Any, Any], device: torch.devic
         dtypes = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
         dtype = dtypes.get(model.dtype)
         return BaseLMConfig(name=getattr(model, "name_or_path", ""), dtype=dtype), model, tokenizer
-    config = exact_lm(lm if isinstance(lm, BaseLMConfig) else BaseLMConfig(name=str(lm), dtype="bf16"))
+    config = with_exact_revision(lm if isinstance(lm, BaseLMConfig) else BaseLMConfig(name=str(lm), dtype="bf16"))
     return config, *load_causal_lm(config, device, modulation="own-kv")
-
-
-def _settings(folder: Path) -> dict[str, Any]:
-    found = read_json(folder / CONFIG, _LARGEST_CONFIG)
-    if not isinstance(found, dict) or found.pop("format", None) != FORMAT:
-        raise ModelLoadError(f"{folder / CONFIG} has another format than {FORMAT}; make it again with mac-rag init")
-    found.pop("kind", None)
-    return found
 
 
 def _reading(folder: Path) -> dict[str, Any]:
@@ -595,7 +597,8 @@ def _reading(folder: Path) -> dict[str, Any]:
         return {"turn": found["turn"], "bias_scale": found["bias_scale"], "prompt": prompt}
     except (OSError, KeyError, TypeError, MACError) as error:
         raise ModelLoadError(
-            f"{folder} holds no {READING} of an adapter: {error}; give the folder best or last of pipelines.tune_reading"
+            f"{folder} holds no {READING} of an adapter: {error}; give the folder best or last of a run of "
+            "pipelines.tune_reading"
         ) from None
 
 
@@ -613,7 +616,7 @@ def _adapt(lm: Any, folder: Path) -> None:
     try:
         updates = load_file(folder / "adapter_model.safetensors")
         with quiet():
-            adapted = get_peft_model(lm, LoraConfig.from_pretrained(folder))
+            adapted = get_peft_model(lm, LoraConfig.from_pretrained(str(folder)))
             result: Any = set_peft_model_state_dict(adapted, updates)
         if result.unexpected_keys:
             raise ValueError(f"the LM has no {result.unexpected_keys[0]}")

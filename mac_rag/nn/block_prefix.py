@@ -25,19 +25,14 @@ class BlockPrefix(Modulation):
         opening: `[layers, 2, kv_heads, P, head_width]`, at positions 0 to P - 1; the same for all rows.
         documents: for each row its documents, `[layers, 2, kv_heads, n, head_width]` each, from position P on.
         bias: for each row and document a number, added to the attention logits of all tokens of the document.
-
-    Attributes:
-        next_positions: `[B]`, position of each row's first token after the prefix.
     """
 
-    def __init__(
-        self, opening: Tensor, documents: Sequence[Sequence[Tensor]], bias: Sequence[Sequence[float]]
-    ) -> None:
+    def __init__(self, opening: Tensor, documents: Sequence[Sequence[Tensor]], bias: Sequence[Sequence[float]]) -> None:
         start, device = opening.shape[3], opening.device
         lengths = [[part.shape[3] for part in row] for row in documents]
         self.prefix_length = start + max(map(sum, lengths))
         self._opening, self._documents = opening, documents
-        self.next_positions = torch.tensor([start + max(row, default=0) for row in lengths], device=device)
+        self._next = torch.tensor([start + max(row, default=0) for row in lengths], device=device)
         seen = torch.zeros(len(documents), self.prefix_length, dtype=torch.bool)
         positions, added = torch.zeros(seen.shape, dtype=torch.long), torch.zeros(seen.shape)
         for number, (row, of_row) in enumerate(zip(lengths, bias, strict=True)):
@@ -48,6 +43,10 @@ class BlockPrefix(Modulation):
                 [number for number, length in zip(of_row, row, strict=True) for _ in range(length)]
             )
         self._seen, self._positions, self._bias = seen.to(device), positions.to(device), added.to(device)
+
+    @property
+    def next_positions(self) -> Tensor:
+        return self._next
 
     def beside_none(self) -> BlockPrefix:
         raise NotImplementedError("the opening is a part of the prompt: no row can go without it")
@@ -72,7 +71,7 @@ class BlockPrefix(Modulation):
         chosen = object.__new__(BlockPrefix)
         chosen.prefix_length = self.prefix_length
         chosen._opening, chosen._documents = self._opening, [self._documents[row] for row in rows.tolist()]
-        for name in ("next_positions", "_seen", "_positions", "_bias"):
+        for name in ("_next", "_seen", "_positions", "_bias"):
             setattr(chosen, name, getattr(self, name)[rows.to(self._opening.device)])
         return chosen
 
@@ -101,7 +100,7 @@ class BlockPrefix(Modulation):
             dtype: dtype of the masks.
         """
         own = mask[:, self.prefix_length :]
-        own_positions = self.next_positions[:, None] + own.cumsum(1) - 1
+        own_positions = self._next[:, None] + own.cumsum(1) - 1
         # [B, l, P + L]: how far each key is before each query.
         distance = positions[:, :, None] - torch.cat([self._positions, own_positions], 1)[:, None]
         seen = mask.bool()[:, None] & (distance >= 0)

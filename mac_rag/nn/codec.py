@@ -208,8 +208,8 @@ class KVCodec(nn.Module):
                 basis[:, columns] = part.mT.to(basis)
         except (KeyError, RuntimeError, ValueError) as error:
             raise ConfigError(
-                f"the codec does not fit an LM with {self.groups} groups of {self.width:,} numbers at {bytes_per_token:,} "
-                f"bytes a token: {error}; make it again for this LM"
+                f"the codec does not fit an LM with {self.groups} groups of {self.width:,} numbers at "
+                f"{bytes_per_token:,} bytes a token: {error}; make it again for this LM"
             ) from None
         self._allocations.clear()
 

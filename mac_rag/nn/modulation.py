@@ -52,12 +52,15 @@ class Modulation(ABC):
         prefix_length: P, number of keys and values before each row; 0 for modulations without a prefix.
         slots: S if the LM computes the P keys and values from tokens, in S parts that do not see each other; 0 if they
             are in a cache.
-        next_positions: `[B]`, position of each row's first token after the prefix; None if that is its length.
     """
 
     prefix_length: int = 0
     slots: int = 0
-    next_positions: Tensor | None = None
+
+    @property
+    def next_positions(self) -> Tensor | None:
+        """Position of each row's first token after the prefix, `[B]`; None if that is the prefix's length."""
+        return None
 
     @abstractmethod
     def beside_none(self) -> Modulation:
