@@ -1,8 +1,9 @@
 """The memory bank M: memory tokens of every document, with the documents' ids and provenance, in one SQLite file.
 
 A document has one row of memory tokens `[T, D]`, or several rows if it is longer than what the amortization network
-reads at once. Several documents can be merged into one entry, which then stands for all of them. Rows are in the order
-of their entries' sequence numbers, so new rows come after all others.
+reads at once. In a bank of codes, a row is uint8 `[n, B]` instead: keys and values of n tokens, in B bytes each.
+Several documents can be merged into one entry, which then stands for all of them. Rows are in the order of their
+entries' sequence numbers, so new rows come after all others.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ from mac_rag.bank.entries import BankEntry, NewEntry, Texts, described_members, 
 from mac_rag.bank.interface import BankContents, Intent
 from mac_rag.bank.keys_file import KeysFile, read_keys_file, remove_keys_file, write_keys_file
 from mac_rag.bank.known_documents import KnownDocuments
-from mac_rag.bank.rows import PackedRow, RowDtype, RowLayout, Rows, Summaries, overview_crc
+from mac_rag.bank.rows import NewRows, PackedRow, RowDtype, RowLayout, Rows, Summaries, overview_crc
 from mac_rag.data.characters import fault_of
 from mac_rag.data.document_ids import id_hash
 from mac_rag.data.provenance import Member
@@ -62,6 +63,7 @@ _PAGE = 512  # entries that are read in one query
 _SUMMARIES = 8192  # rows whose summaries are read in one query
 # From this many rows on, the keys of a bank are kept in a file of their own, which takes less time to read.
 _MANY_ROWS = 20_000
+_MOST_CODES = 1 << 29  # bytes of the codes of a row; SQLite takes twice as many
 _SOME_WORDS = "SELECT key, words FROM bm25_document WHERE key > ? ORDER BY key LIMIT ?"
 # A document of the index whose text only the bank holds gets it back before the bank deletes it.
 _TAKE_TEXT = (
@@ -80,7 +82,8 @@ class Settings(BaseModel):
         fingerprint: fingerprint of the model that wrote the bank.
         keep_texts: True if the bank keeps the texts of its documents.
         layout: how rows are kept.
-        shape: `(T, D)` of the memory tokens of a row, without lexical vectors; None for an empty bank.
+        shape: `(T, D)` of the memory tokens of a row, without lexical vectors; `(1, B)` in a bank of codes, whose rows
+            have one token or more; None for an empty bank.
         version: number of the commit.
         next_sequence: sequence number of the next entry; numbers are never used again.
         changes_since: the commit after which the table `change` is complete.
@@ -282,7 +285,9 @@ class Contents:
     def _made(self, sequence: int, rows: int, members: tuple[Member, ...]) -> BankEntry:
         first = sequence << PART_BITS
         keys, documents = range(first, first + rows), range(first, first + len(members))
-        return BankEntry(members, sequence, rows, partial(self._phi, keys), partial(self._texts, documents))
+        holds_codes = self.layout.token_bytes > 0
+        reads = partial(self._phi, keys), partial(self.codes, keys), partial(self._texts, documents)
+        return BankEntry(members, sequence, rows, holds_codes, *reads)
 
     def _members(self, first: int, last: int) -> dict[int, tuple[Member, ...]]:
         """The documents of consecutive entries, by sequence number."""
@@ -392,9 +397,9 @@ class Contents:
 
     @property
     def row_shape(self) -> tuple[int, int] | None:
-        """(T, D) of a row; None for an empty bank."""
+        """(T, D) of a row; None for an empty bank and for a bank of codes, whose rows differ (`token_counts`)."""
         shape = self._state.settings.shape
-        return None if shape is None else (shape[0] + self.layout.lexical_vectors, shape[1])
+        return None if shape is None or self.layout.token_bytes else (shape[0] + self.layout.lexical_vectors, shape[1])
 
     @property
     def nbytes(self) -> int:
@@ -402,6 +407,9 @@ class Contents:
         shape = self._state.settings.shape
         if shape is None:
             return 0
+        if self.layout.token_bytes:
+            [(size,)] = self.connection.rows("SELECT coalesce(sum(length(codes)), 0) FROM row")
+            return int(size)
         lexical = 0
         if self.layout.lexical_vectors:
             [(lexical,)] = self.connection.rows(
@@ -414,7 +422,7 @@ class Contents:
         """Memory tokens of all rows `[N, T, D]`.
 
         Raises:
-            BankError: for an empty bank.
+            BankError: for an empty bank, and for a bank of codes; so do `read` and `take`.
         """
         return self.read(0, self._rows())
 
@@ -449,21 +457,15 @@ class Contents:
         """Memory tokens `[n, T, D]` of rows by their keys.
 
         Raises:
-            BankError: when one of them was deleted since.
+            BankError: when one of them was deleted since, or in a bank of codes.
             DamageError: when one is not what was written.
         """
+        if self.layout.token_bytes:
+            raise BankError(f"{self.path or 'this bank'} holds codes and no memory tokens; read them with codes")
         shape = self._state.settings.shape
         if shape is None:
             raise BankError(f"the memory tokens were deleted from {self.path or 'this bank'} since")
-        kept = self._read_rows(keys)
-        for key in keys:
-            if key not in kept:
-                raise self._missing(key)
-            codes, crc, summary, places, weights, overview = kept[key]
-            if zlib.crc32(codes) != crc:
-                raise self._damaged(key, "their checksum differs")
-            if self.layout.lexical_vectors and (overview is None or overview_crc(summary, places, weights) != overview):
-                raise self._damaged(key, "the checksum of their lexical vectors differs")
+        kept = self._kept(keys)
         try:
             codes, places, weights = ([kept[key][column] for key in keys] for column in (0, 3, 4))
             found = self.layout.decode(self.layout.unpack(codes, places, weights, *shape), self.quantizer)
@@ -474,13 +476,80 @@ class Contents:
         except (ValueError, TypeError, RuntimeError, IndexError) as error:
             raise self._damaged(keys[0], f"they are not what was written: {error}") from error
 
+    def codes(self, keys: Sequence[int]) -> list[Tensor]:
+        """The codes of rows by their keys, uint8 `[n, B]` each, in a bank of codes.
+
+        Args:
+            keys: some of `row_keys`, in any order; see also `rows_of`.
+
+        Raises:
+            BankError: when one of them was deleted since, or in a bank of memory tokens.
+            DamageError: when one is not what was written.
+        """
+        self._check_holds_codes()
+        kept = self._kept(keys)
+        for key in keys:
+            self._check_length(key, kept[key][-1], len(kept[key][0]))
+        shape = (-1, self.layout.token_bytes)
+        return [torch.frombuffer(bytearray(kept[key][0]), dtype=torch.uint8).view(shape) for key in keys]
+
+    def token_counts(self, keys: Sequence[int]) -> list[int]:
+        """The number of tokens of rows by their keys, in a bank of codes, without reading their codes.
+
+        Raises:
+            BankError, DamageError: as `codes`; but what only the checksum of the codes tells is not found.
+        """
+        self._check_holds_codes()
+        found = self._by_key("SELECT key, tokens, length(codes) FROM row", keys)
+        for key in keys:
+            if key not in found:
+                raise self._missing(key)
+            self._check_length(key, *found[key])
+        return [found[key][0] for key in keys]
+
+    def rows_of(self, document_ids: Iterable[str]) -> dict[str, list[int]]:
+        """The keys of the rows of each document, in their order; documents that the bank does not hold are left out.
+
+        Documents that were merged have the same rows.
+        """
+        names = [name for name in dict.fromkeys(document_ids) if isinstance(name, str) and fault_of(name) is None]
+        statement = f"SELECT id, sequence, rows FROM document JOIN entry ON sequence = key >> {PART_BITS}"
+        found = {name: span for name, *span in self.connection.rows_in(f"{statement} WHERE id IN ({{}})", names)}
+        firsts = {name: (found[name][0] << PART_BITS, found[name][1]) for name in names if name in found}
+        return {name: list(range(first, first + rows)) for name, (first, rows) in firsts.items()}
+
+    def _check_holds_codes(self) -> None:
+        if self._state.settings.shape is not None and not self.layout.token_bytes:
+            raise BankError(f"{self.path or 'this bank'} holds memory tokens and no codes; read them with phi")
+
+    def _check_length(self, key: int, tokens: int, size: int) -> None:
+        if tokens < 1 or tokens * self.layout.token_bytes != size:
+            raise self._damaged(key, f"{tokens:,} tokens of {self.layout.token_bytes:,} bytes in {size:,} bytes")
+
+    def _kept(self, keys: Sequence[int]) -> dict[int, list[Any]]:
+        """What is kept of rows, by key (`_read_rows`), if their checksums are right; errors as `_phi`."""
+        kept = self._read_rows(keys)
+        for key in keys:
+            if key not in kept:
+                raise self._missing(key)
+            codes, crc, summary, places, weights, overview, _ = kept[key]
+            if zlib.crc32(codes) != crc:
+                raise self._damaged(key, "their checksum differs")
+            if self.layout.lexical_vectors and (overview is None or overview_crc(summary, places, weights) != overview):
+                raise self._damaged(key, "the checksum of their lexical vectors differs")
+        return kept
+
     def _read_rows(self, keys: Sequence[int]) -> dict[int, list[Any]]:
-        """By key: codes and their checksum, summary, places and weights and their checksum."""
-        fields, source = "row.key, codes, row.crc, x'', x'', x'', NULL", "row"
+        """By key: codes and their checksum, summary, places and weights and their checksum, number of tokens."""
+        fields, source = "row.key, codes, row.crc, x'', x'', x'', NULL, tokens", "row"
         if self.layout.lexical_vectors:
-            fields = "row.key, codes, row.crc, summary, places, weights, overview.crc"
+            fields = "row.key, codes, row.crc, summary, places, weights, overview.crc, tokens"
             source = "row LEFT JOIN overview ON overview.key = row.key"
-        statement = f"SELECT {fields} FROM {source} WHERE row.key"
+        return self._by_key(f"SELECT {fields} FROM {source}", keys)
+
+    def _by_key(self, select: str, keys: Sequence[int]) -> dict[int, list[Any]]:
+        """What a query that begins with the key finds of rows, by key."""
+        statement = f"{select} WHERE row.key"
         found: Iterable[Any]
         if len(keys) > 1 and list(keys) == list(range(keys[0], keys[0] + len(keys))):
             found = self.connection.rows(f"{statement} BETWEEN ? AND ?", (keys[0], keys[-1]))
@@ -492,13 +561,17 @@ class Contents:
         named = self.connection.rows("SELECT count(*) FROM document WHERE key >> ? = ?", (PART_BITS, key >> PART_BITS))
         if named[0][0]:
             return self._damaged(key, "they are missing")
-        return BankError(f"the memory tokens were deleted from {self.path or 'this bank'} since")
+        return BankError(f"the {self._what} were deleted from {self.path or 'this bank'} since")
+
+    @property
+    def _what(self) -> str:
+        return "codes" if self.layout.token_bytes else "memory tokens"
 
     def _damaged(self, key: int, fault: str) -> DamageError:
         entry = key >> PART_BITS
         found = self.connection.rows("SELECT id FROM document WHERE key >= ? AND key < ?", _span(entry))
         names = ", ".join(f"{name!r:.80}" for (name,) in found[:3]) or f"entry {entry:,}"
-        return DamageError(f"{self.connection.path} is damaged: the memory tokens of {names}: {fault}{_REMEDY}")
+        return DamageError(f"{self.connection.path} is damaged: the {self._what} of {names}: {fault}{_REMEDY}")
 
     def overview(self, first: int = 0) -> Iterator[Summaries]:
         """What is kept beside the memory tokens of the rows from number `first` on, in several parts.
@@ -791,17 +864,22 @@ class MemoryBank(Contents):
     def keep_rows_as(self, layout: RowLayout, quantizer: ProductQuantizer | None = None) -> None:
         """Chooses how rows are kept, in a bank that holds none; any other bank stays as it is.
 
-        A dtype that the bank has already been given stays.
+        A dtype that the bank has already been given stays, and so do the bytes of a token in a bank of codes.
 
         Args:
             layout: how rows are kept.
             quantizer: how they are kept in a bank with dtype pq, which keeps the first one that it is given.
 
         Raises:
-            BankError: for dtype pq without a quantizer, or with one of another model.
+            BankError: for dtype pq without a quantizer, or with one of another model, and for codes in a bank that has
+                been given a dtype.
         """
         self._check_writable()
-        if len(self):
+        if len(self) or self.layout.token_bytes:
+            return
+        if layout.token_bytes:
+            self._check_rate(layout.token_bytes)
+            self._set(layout=layout)
             return
         dtype = self.layout.dtype or layout.dtype
         if dtype != "pq":
@@ -834,7 +912,7 @@ class MemoryBank(Contents):
     def put(
         self,
         documents: Sequence[Document],
-        phi: Tensor,
+        phi: NewRows,
         rows: Sequence[int] | None = None,
         *,
         summarise: Summarise | None = None,
@@ -843,7 +921,8 @@ class MemoryBank(Contents):
 
         Args:
             documents: K documents with distinct ids.
-            phi: `[N, T, D]`, the memory tokens of all documents, row after row.
+            phi: `[N, T, D]`, the memory tokens of all documents, row after row. Or the codes of each of the N rows,
+                uint8 `[n, B]`; in an empty bank that has no dtype, the first ones make it a bank of codes for good.
             rows: number of rows of each document; None for one row each.
             summarise: makes the summaries, in a bank whose layout has any; None if they are not known.
 
@@ -851,8 +930,8 @@ class MemoryBank(Contents):
             Ids of other documents that were removed, because they were merged with a replaced document.
 
         Raises:
-            BankError: for an id that occurs twice, metadata that are not JSON, memory tokens that do not fit the
-                documents or the bank, or a disk that refuses them.
+            BankError: for an id that occurs twice, metadata that are not JSON, memory tokens or codes that do not fit
+                the documents or the bank, or a disk that refuses them.
         """
         self._check_writable()
         entries = self._checked(documents, phi, rows)
@@ -864,12 +943,12 @@ class MemoryBank(Contents):
             self._insert(link, encoded, entries)
         return tuple(name for name in removed if name not in names)
 
-    def check_put(self, documents: Sequence[Document], phi: Tensor, rows: Sequence[int] | None = None) -> None:
+    def check_put(self, documents: Sequence[Document], phi: NewRows, rows: Sequence[int] | None = None) -> None:
         """Raises what `put` would raise, and changes nothing."""
         self._checked(documents, phi, rows)
         self._encoded(phi)
 
-    def _checked(self, documents: Sequence[Document], phi: Tensor, rows: Sequence[int] | None) -> list[NewEntry]:
+    def _checked(self, documents: Sequence[Document], phi: NewRows, rows: Sequence[int] | None) -> list[NewEntry]:
         return new_entries(documents, rows, len(phi), keep_texts=self.keep_texts)
 
     def describe(self, documents: Sequence[Document]) -> None:
@@ -910,9 +989,12 @@ class MemoryBank(Contents):
             phi: `[rows, T, D]`, the memory tokens of the new entry.
 
         Raises:
-            BankError: for an id that the bank does not hold, or memory tokens that do not fit the bank.
+            BankError: for an id that the bank does not hold, memory tokens that do not fit the bank, and in a bank of
+                codes.
         """
         self._check_writable()
+        if self.layout.token_bytes:
+            raise BankError("codes of keys and values cannot be averaged; use random-pruning to bound a bank of codes")
         found = {entry.sequence: entry for entry in map(self.__getitem__, document_ids)}
         merged = [found[sequence] for sequence in sorted(found)]
         if not merged or not 0 < len(phi) < 1 << PART_BITS:
@@ -968,20 +1050,27 @@ class MemoryBank(Contents):
             entries: the entries. This bank must hold none of their documents.
 
         Raises:
-            BankError: when this bank holds one of the documents, or memory tokens do not fit it. Entries that came
-                before it are there, uncommitted.
+            BankError: when this bank holds one of the documents, or memory tokens or codes do not fit it. Entries that
+                came before it are there, uncommitted.
         """
         self._check_writable()
         for entry in entries:
             for member in entry.members:
                 if member.document_id in self:
                     raise BankError(f"this bank holds document {member.document_id!r} already; delete it first")
-            encoded = self._encoded(entry.phi)
+            encoded = self._encoded(entry.memory)
             with self.changing() as link:
                 self._insert(link, encoded, [NewEntry(entry.rows, entry.members, entry.texts)])
 
-    def _encoded(self, phi: Tensor, summarise: Summarise | None = None) -> Rows:
-        """Memory tokens as the bank keeps them."""
+    def _encoded(self, phi: NewRows, summarise: Summarise | None = None) -> Rows | list[Tensor]:
+        """Memory tokens as the bank keeps them; codes as they are."""
+        if not isinstance(phi, Tensor):
+            return self._checked_codes(phi)
+        if self.layout.token_bytes:
+            raise BankError(
+                f"memory tokens of shape {list(phi.shape[1:])} do not fit this bank, whose rows are codes of "
+                f"{self.layout.token_bytes:,} bytes a token; make a new bank for them"
+            )
         row_shape = self.row_shape
         fits = phi.ndim == 3 and phi.shape[1] > self.layout.lexical_vectors and phi.shape[2] > 0
         if not fits or row_shape not in (None, phi.shape[1:]):
@@ -1001,6 +1090,41 @@ class MemoryBank(Contents):
         if summarise is not None and self.layout.summary:
             rows = self.layout.summarised(rows, summarise(self.layout.decode(rows, self.quantizer)))
         return rows
+
+    def _checked_codes(self, codes: Sequence[Tensor]) -> list[Tensor]:
+        for number, one in enumerate(codes):
+            if one.dtype != torch.uint8 or one.ndim != 2 or not one.numel():
+                raise BankError(
+                    f"row {number:,} of {len(codes):,} rows of codes is {one.dtype} {list(one.shape)}; give uint8 "
+                    "[n, B], with at least one token and one byte a token"
+                )
+            if one.numel() > _MOST_CODES:
+                raise BankError(
+                    f"row {number:,} of {len(codes):,} rows of codes has {one.numel():,} bytes, and a row holds "
+                    f"{_MOST_CODES:,}; split it into several rows"
+                )
+        rates = sorted({one.shape[1] for one in codes})
+        if len(rates) > 1:
+            raise BankError(
+                f"codes of {rates[0]:,} and {rates[1]:,} bytes a token cannot be in one bank; make one for each rate"
+            )
+        for rate in rates:
+            self._check_rate(rate)
+        return [one.detach().cpu() for one in codes]
+
+    def _check_rate(self, token_bytes: int) -> None:
+        """Refuses codes that do not fit the bank."""
+        held = self.layout.token_bytes
+        if held and token_bytes != held:
+            raise BankError(
+                f"codes of {token_bytes:,} bytes a token do not fit this bank, whose rows have {held:,}; make a new "
+                "bank for this rate"
+            )
+        if not held and (self.layout.dtype is not None or self._state.settings.shape is not None):
+            raise BankError(
+                f"codes of {token_bytes:,} bytes a token do not fit this bank, whose rows are memory tokens in "
+                f"{self.layout.name}; make a new bank for codes, without a choice of rows"
+            )
 
     def _check_quantizer(self, phi: Tensor) -> None:
         """Refuses rows in a bank with dtype pq that has no codebooks for them."""
@@ -1092,10 +1216,12 @@ class MemoryBank(Contents):
             self._set(shape=None)
         return tuple(names)
 
-    def _insert(self, link: Connection, rows: Rows, entries: Sequence[NewEntry]) -> None:
+    def _insert(self, link: Connection, rows: Rows | list[Tensor], entries: Sequence[NewEntry]) -> None:
         """Writes entries with their rows."""
         if not entries:
             return
+        if not isinstance(rows, Rows):
+            self._set(layout=RowLayout(token_bytes=rows[0].shape[1]))
         settings = self._state.settings
         shape = self.layout.row_shape(rows)
         first = max(settings.next_sequence, self._unused)
@@ -1126,9 +1252,10 @@ class MemoryBank(Contents):
         keys = [record.sequence << PART_BITS | number for record in records for number in range(record.rows)]
         packed: list[PackedRow] = self.layout.pack(rows)
         crcs = [row.crcs for row in packed]
+        tokens = [shape[0]] * len(packed) if isinstance(rows, Rows) else [len(codes) for codes in rows]
         link.write(
             "INSERT INTO row VALUES (?, ?, ?, ?)",
-            ((key, shape[0], row.codes, crc) for key, row, (crc, _) in zip(keys, packed, crcs, strict=True)),
+            ((key, n, row.codes, crc) for key, n, row, (crc, _) in zip(keys, tokens, packed, crcs, strict=True)),
         )
         if self.layout.summary or self.layout.lexical_vectors:
             link.write(
@@ -1397,6 +1524,7 @@ def _checked_directory(link: Connection, directory: Directory, settings: Setting
     if is_sound and shape is not None:
         is_sound = int(sequences[-1]) < settings.next_sequence
         is_sound &= rows * settings.layout.row_bytes(*shape) <= pages * size
+        is_sound &= not settings.layout.token_bytes or shape == (1, settings.layout.token_bytes)
     if not is_sound:
         raise DamageError(f"{link.path} is damaged: its entries and settings do not agree; restore it from a backup")
     return directory

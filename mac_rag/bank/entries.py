@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, TypeAlias
 from torch import Tensor
 
 from mac_rag.bank.database import PART_BITS
+from mac_rag.bank.rows import NewRows
 from mac_rag.data.characters import shown_id
 from mac_rag.data.provenance import Member
 from mac_rag.data.types import Document
@@ -62,6 +63,9 @@ class Described:
 class BankEntry(Described):
     """An entry of the bank: one document, or several that were merged.
 
+    Attributes:
+        holds_codes: True in a bank of codes; `codes` then takes the place of `phi`.
+
     Examples:
         >>> import torch
         >>> from mac_rag import Document, MemoryBank
@@ -75,7 +79,9 @@ class BankEntry(Described):
         ['may', 'june']
     """
 
+    holds_codes: bool = field(repr=False)
     _phi: Callable[[], Tensor] = field(repr=False, compare=False)
+    _codes: Callable[[], list[Tensor]] = field(repr=False, compare=False)
     _texts: Callable[[], Texts] = field(repr=False, compare=False)
 
     @property
@@ -83,10 +89,25 @@ class BankEntry(Described):
         """Memory tokens `[rows, T, D]` of the entry, read at each access.
 
         Raises:
-            BankError: when the entry was deleted since.
+            BankError: when the entry was deleted since, or in a bank of codes.
             DamageError: when they are not what was written.
         """
         return self._phi()
+
+    @property
+    def codes(self) -> list[Tensor]:
+        """The codes of each row, uint8 `[n, B]`, in a bank of codes, read at each access.
+
+        Raises:
+            BankError: when the entry was deleted since, or in a bank of memory tokens.
+            DamageError: when they are not what was written.
+        """
+        return self._codes()
+
+    @property
+    def memory(self) -> NewRows:
+        """What `MemoryBank.put` takes: `codes` in a bank of codes, otherwise `phi`."""
+        return self.codes if self.holds_codes else self.phi
 
     @property
     def texts(self) -> Texts:
@@ -130,7 +151,9 @@ def new_entries(
     """
     counts = [1] * len(documents) if rows is None else list(rows)
     if len(counts) != len(documents) or sum(counts) != count or min(counts, default=1) < 1:
-        raise BankError(f"{len(documents)} documents with {sum(counts)} rows, but {count} rows of memory tokens")
+        raise BankError(
+            f"{len(documents)} documents with {sum(counts)} rows, but {count} rows of memory tokens or codes"
+        )
     if max(counts, default=1) >> PART_BITS:
         raise BankError(f"a document of {max(counts):,} rows is too long; split it below {1 << PART_BITS:,} rows")
     entries: dict[str, NewEntry] = {}

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from mac_rag.bank.directory import Timeline
 from mac_rag.bank.entries import Texts
+from mac_rag.bank.rows import NewRows
 from mac_rag.data.provenance import Member
 from mac_rag.data.types import Document
 
@@ -124,7 +125,9 @@ class Bank(BankContents, Protocol):
 
     def describe(self, documents: Sequence[Document]) -> None: ...
 
-    def put(self, documents: Sequence[Document], phi: Tensor, rows: Sequence[int] | None = None) -> tuple[str, ...]: ...
+    def put(
+        self, documents: Sequence[Document], phi: NewRows, rows: Sequence[int] | None = None
+    ) -> tuple[str, ...]: ...
 
     def delete(self, document_id: str) -> tuple[str, ...]: ...
 

@@ -12,6 +12,7 @@ import random
 from bisect import bisect_left, insort
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Literal, get_args
 
 import torch
@@ -19,6 +20,7 @@ from torch import Tensor
 
 from mac_rag.bank.bank import MemoryBank
 from mac_rag.bank.database import PART_BITS
+from mac_rag.bank.rows import NewRows
 from mac_rag.data.types import Document
 from mac_rag.errors import ConfigError
 
@@ -62,7 +64,7 @@ class BoundedBank:
         seed: random seed of the two random methods.
 
     Raises:
-        ConfigError: for an unknown method or a maximum below 1.
+        ConfigError: for an unknown method, a maximum below 1, and a bank of codes that a method would average.
     """
 
     def __init__(self, bank: MemoryBank, maximum: int, method: ReductionMethod, *, seed: int = 0) -> None:
@@ -74,6 +76,7 @@ class BoundedBank:
         self.maximum = maximum
         self.method = method
         self.seed = seed
+        self._check_method(bank.layout.token_bytes > 0)
         self._version = -1  # the version of the bank that the fields below describe
         self._entries: list[int] = []  # sequence numbers of the entries, ascending
         self._documents: dict[int, str] = {}  # sequence number -> id of one document of the entry
@@ -81,7 +84,7 @@ class BoundedBank:
         self._forgotten: list[str] = []  # during one call
         self._averaged = 0  # during one call
 
-    def put(self, documents: Sequence[Document], phi: Tensor, rows: Sequence[int] | None = None) -> Reduction:
+    def put(self, documents: Sequence[Document], phi: NewRows, rows: Sequence[int] | None = None) -> Reduction:
         """Puts documents as `MemoryBank.put` does, all or none, and makes room for each as it arrives.
 
         Args:
@@ -91,12 +94,16 @@ class BoundedBank:
 
         Raises:
             BankError: see `MemoryBank.put`.
+            ConfigError: for codes that the method would average.
         """
+        self._check_method(not isinstance(phi, Tensor))
         # Documents are put one by one; this finds errors of later documents before the bank changes.
         self.bank.check_put(documents, phi, rows)
         self._follow()
-        parts = phi.detach().cpu().split([1] * len(documents) if rows is None else list(rows))
-        for document, part in zip(documents, parts, strict=True):
+        kept = phi.detach().cpu() if isinstance(phi, Tensor) else phi
+        stops = list(accumulate([1] * len(documents) if rows is None else rows))
+        for document, start, stop in zip(documents, [0, *stops], stops):
+            part = kept[start:stop]
             replaced = self.bank[document.id].sequence if document.id in self.bank else None
             self._forgotten += self.bank.put([document], part, [len(part)])
             if replaced is not None:
@@ -105,9 +112,18 @@ class BoundedBank:
         return self._done()
 
     def reduce(self) -> Reduction:
-        """Reduces a bank that others have filled, as if its entries arrived now, one by one and in order."""
+        """Reduces a bank that others have filled, as if its entries arrived now, one by one and in order.
+
+        Raises:
+            ConfigError: for a bank of codes that the method would average.
+        """
+        self._check_method(self.bank.layout.token_bytes > 0)
         self._follow()
         return self._done()
+
+    def _check_method(self, holds_codes: bool) -> None:
+        if holds_codes and self.method != "random-pruning":
+            raise ConfigError(f"codes of keys and values cannot be averaged, as {self.method} does; use random-pruning")
 
     def _follow(self) -> None:
         """Takes in the changes that others made to the bank."""

@@ -11,6 +11,9 @@ A row stands for one text. It has some of these columns, which are kept as three
     weights    weights        [n, W]               the numbers at those places; zeros fill short rows up
 
 W is the largest number of places of a row here; the blobs of a row have only as many places as the row needs.
+
+A bank of codes keeps something else: the keys and values of a language model, as a codec has written them. The codes of
+a row are then uint8 `[n, B]`, B bytes for each of its n tokens, and the row has no other columns.
 """
 
 from __future__ import annotations
@@ -30,6 +33,9 @@ from mac_rag.nn.prior import Postings
 from mac_rag.nn.product_quantizer import ProductQuantizer
 
 RowDtype: TypeAlias = Literal["fp32", "bf16", "int8", "pq"]
+
+# What `MemoryBank.put` takes: memory tokens `[N, T, D]`, or the codes of each row, uint8 `[n, B]`.
+NewRows: TypeAlias = Tensor | Sequence[Tensor]
 
 _PHI: dict[RowDtype | None, torch.dtype] = {
     None: torch.float32,
@@ -112,6 +118,7 @@ class RowLayout(BaseModel):
         prior_keys: P, the first numbers of a summary, which are rounded to bf16; the others are float32.
         whole_tokens: V, with dtype pq a row's first tokens, which are kept in bf16.
         code_bytes: M, with dtype pq the bytes of each other token; 0 in a bank whose codebooks are not known yet.
+        token_bytes: B, in a bank of codes the bytes of each token; 0 for memory tokens. Such rows have nothing else.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -122,6 +129,7 @@ class RowLayout(BaseModel):
     prior_keys: int = Field(0, ge=0, lt=1 << 31)
     whole_tokens: int = Field(0, ge=0, lt=1 << 31)
     code_bytes: int = Field(0, ge=0, lt=1 << 31)
+    token_bytes: int = Field(0, ge=0, lt=1 << 31)
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -129,15 +137,24 @@ class RowLayout(BaseModel):
             raise ValueError(f"{self.prior_keys:,} prior keys in a summary of {self.summary:,} numbers: that cannot be")
         if self.dtype != "pq" and (self.whole_tokens or self.code_bytes):
             raise ValueError(f"rows in {self.dtype} have no codes")
+        if self.token_bytes and self.model_dump(exclude={"token_bytes"}, exclude_defaults=True):
+            raise ValueError(f"codes of {self.token_bytes:,} bytes a token are all that a row has: that cannot be")
         return self
+
+    @property
+    def name(self) -> str:
+        """What rows are kept in, for people."""
+        return "codes" if self.token_bytes else self.dtype or "fp32"
 
     def quantized(self, quantizer: ProductQuantizer) -> RowLayout:
         """The same with dtype pq and the codes of a quantizer."""
         sizes = {"dtype": "pq", "whole_tokens": quantizer.whole, "code_bytes": quantizer.code_bytes}
         return self.model_copy(update=sizes)
 
-    def row_shape(self, rows: Rows) -> tuple[int, int]:
-        """`(T, D)` of rows."""
+    def row_shape(self, rows: Rows | Sequence[Tensor]) -> tuple[int, int]:
+        """`(T, D)` of rows; `(1, B)` of codes, whose rows have one token or more."""
+        if not isinstance(rows, Rows):
+            return 1, self.token_bytes
         tokens, width = rows.columns["phi"].shape[1:]
         return (tokens + rows.columns["product_codes"].shape[1] if self.dtype == "pq" else tokens), width
 
@@ -146,7 +163,8 @@ class RowLayout(BaseModel):
         found: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
         if self.dtype == "int8":
             found["scales"] = torch.float32, (tokens,)
-        found["phi"] = _PHI[self.dtype], (self.whole_tokens if self.dtype == "pq" else tokens, width)
+        dtype = torch.uint8 if self.token_bytes else _PHI[self.dtype]
+        found["phi"] = dtype, (self.whole_tokens if self.dtype == "pq" else tokens, width)
         if self.dtype == "pq":
             found["product_codes"] = torch.uint8, (tokens - self.whole_tokens, self.code_bytes)
         if self.prior_keys:
@@ -159,8 +177,10 @@ class RowLayout(BaseModel):
         """Bytes of a row of `[tokens, width]` memory tokens, without its lexical vectors."""
         return sum(dtype.itemsize * math.prod(shape) for dtype, shape in self._shapes(tokens, width).values())
 
-    def pack(self, rows: Rows) -> list[PackedRow]:
-        """The bytes of each row."""
+    def pack(self, rows: Rows | Sequence[Tensor]) -> list[PackedRow]:
+        """The bytes of each row, or of the codes of each."""
+        if not isinstance(rows, Rows):
+            return [PackedRow(_bytes(codes), b"", b"", b"") for codes in rows]
         count = len(rows)
         codes, summary = (
             _side_by_side([rows.columns[name] for name in names if name in rows.columns], count)

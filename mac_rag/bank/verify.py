@@ -83,4 +83,4 @@ def _check_entry(bank: MemoryBank, sequence: int) -> None:
     for member, (hashed, moment) in zip(entry.members, bank.marks_of(sequence), strict=True):
         if (hashed, moment) != (id_hash(member.document_id), member.moment):
             raise DamageError(f"the date or the hash of document {member.document_id!r:.80}")
-    _ = entry.phi, entry.texts
+    _ = entry.memory, entry.texts

@@ -37,7 +37,11 @@ def info(bank: BankOption) -> None:
             rows, (tokens, width) = len(opened.row_keys), opened.row_shape
             say(f"memory tokens  {rows * tokens:,} of width {width} ({tokens} for each of {rows:,} rows)")
             codes = f", {size} bytes a token" if (size := opened.layout.code_bytes) else ""
-            say(f"rows           {opened.layout.dtype or 'fp32'}{codes}")
+            say(f"rows           {opened.layout.name}{codes}")
+        elif len(opened):
+            counts = opened.token_counts(opened.row_keys.tolist())
+            each = f"{opened.layout.token_bytes:,} bytes a token"
+            say(f"codes          {sum(counts):,} tokens in {len(counts):,} rows, {each}")
         size = sum(file.stat().st_size for file in bank.parent.glob(f"{bank.name}*") if file.is_file())
         each = f", {size / len(opened) / 2**10:,.1f} KiB a document" if len(opened) else ""
         say(f"on disk        {size / 2**20:,.1f} MiB{each}")
@@ -209,10 +213,12 @@ def export(
 ) -> None:
     """Export a bank to open formats: `documents.jsonl`, and all rows in that order in `memory.safetensors` (`phi`).
 
-    If the bank keeps texts, `documents.jsonl` holds them.
+    If the bank keeps texts, `documents.jsonl` holds them. Of a bank of codes, `memory.safetensors` holds the `codes` of
+    all rows, one after the other, and the `tokens` of each row.
     """
     import json
 
+    import torch
     from safetensors.torch import save as tensor_bytes
 
     from mac_rag.atomic_files import make_folder, write_file, write_text
@@ -220,9 +226,13 @@ def export(
     if output.is_dir() and any(output.iterdir()):
         raise ConfigError(f"{output} is not empty; choose a new folder for --output")
     with _open(bank) as opened:
-        phi = opened.phi
+        if opened.layout.token_bytes:
+            codes = opened.codes(opened.row_keys.tolist())
+            memory = {"codes": torch.cat(codes), "tokens": torch.tensor([len(row) for row in codes])}
+        else:
+            memory = {"phi": opened.phi.contiguous()}
         make_folder(output)
-        write_file(output / "memory.safetensors", [tensor_bytes({"phi": phi.contiguous()})])
+        write_file(output / "memory.safetensors", [tensor_bytes(memory)])
         records = [_record(entry, with_texts=opened.keep_texts) for entry in opened]
         lines = [printable(json.dumps(record, ensure_ascii=False)) for record in records]
         write_text(output / "documents.jsonl", "\n".join(lines) + "\n")

@@ -168,7 +168,7 @@ def adapt(
             f"{bank} was created without --keep-texts and holds no texts; leave the option out, or make a new bank "
             "with it: adapt to all documents again, or run mac-rag bank rebuild --keep-texts"
         )
-    if opened is not None and rows is not None and rows != (kept := opened.layout.dtype or "fp32"):
+    if opened is not None and rows is not None and rows != (kept := opened.layout.name):
         raise ConfigError(
             f"{bank} keeps its rows as {kept}; leave --rows out, or make a new bank: mac-rag bank rebuild --rows {rows}"
         )

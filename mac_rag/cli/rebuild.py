@@ -70,8 +70,7 @@ def rebuild(
         raise ConfigError(f"{into} was begun {was} kept texts; repeat its command, or choose a new file for --into")
     if begun is not None and rows is not None and begun.layout.dtype != rows:
         raise ConfigError(
-            f"{into} was begun with rows as {begun.layout.dtype or 'fp32'}; repeat its command, or choose a new file "
-            "for --into"
+            f"{into} was begun with rows as {begun.layout.name}; repeat its command, or choose a new file for --into"
         )
     text_retriever = open_retriever(retriever, retriever_folder, old)
     if text_retriever is None and not old.keep_texts and len(old):

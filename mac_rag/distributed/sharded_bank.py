@@ -16,6 +16,7 @@ from mac_rag.bank.bank import MemoryBank
 from mac_rag.bank.directory import Timeline
 from mac_rag.bank.entries import described_members
 from mac_rag.bank.interface import Intent
+from mac_rag.bank.rows import NewRows
 from mac_rag.data.types import Document
 from mac_rag.distributed.directory import ShardDirectory
 from mac_rag.distributed.messages import ShardChange, ShardContents, to_array
@@ -199,7 +200,7 @@ class ShardedBank(ShardedContents):
             self._snapshots.add(snapshot)
             return snapshot
 
-    def put(self, documents: Sequence[Document], phi: Tensor, rows: Sequence[int] | None = None) -> tuple[str, ...]:
+    def put(self, documents: Sequence[Document], phi: NewRows, rows: Sequence[int] | None = None) -> tuple[str, ...]:
         """Adds documents and replaces those with the same ids; see `MemoryBank.put`.
 
         Raises:
@@ -207,6 +208,8 @@ class ShardedBank(ShardedContents):
             ShardLostError: if a shard is lost during the call; call `rollback` before anything else.
         """
         self._check_changeable()
+        if not isinstance(phi, Tensor):
+            raise BankError("a bank in shards holds no codes of keys and values; put them into a bank in one file")
         counts = [1] * len(documents) if rows is None else list(rows)
         MemoryBank(self.fingerprint).put(documents, phi, counts)  # finds errors before any shard changes
         shape = tuple(phi.shape[1:])

@@ -87,7 +87,7 @@ class ServedBank:
             "object": "bank",
             "documents": len(seen),
             "bytes": self.nbytes,
-            "rows": (bank.layout.dtype or "fp32") if isinstance(bank, MemoryBank) and len(seen) else None,
+            "rows": bank.layout.name if isinstance(bank, MemoryBank) and len(seen) else None,
             "shards": len(bank.directories) if isinstance(bank, ShardedContents) else None,
             "retriever": self.retriever,
             "keep_texts": bank.keep_texts,
