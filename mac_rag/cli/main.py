@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from mac_rag import DEFAULT_MODEL
-from mac_rag.cli import bank, chat, rebuild, serve
+from mac_rag.cli import bank, chat, init, rebuild, serve
 from mac_rag.cli.models import keep_model_name, load_model, model_for
 from mac_rag.cli.options import (
     BankModelOption,
@@ -41,6 +41,7 @@ if TYPE_CHECKING:
 app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False)
 bank.app.command()(rebuild.rebuild)
 app.add_typer(bank.app, name="bank")
+app.command()(init.init)
 app.command()(chat.chat)
 app.command(context_settings={"auto_envvar_prefix": serve.ENVIRONMENT})(serve.serve)
 app.command()(serve.mcp)

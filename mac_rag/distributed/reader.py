@@ -80,10 +80,10 @@ class ShardedReader(NetworkReader):
         known_ids = {} if ids is None else dict(zip(questions, ids, strict=True))
         visible = self._visible(allowed)
 
-        def read(some: Sequence[str]) -> Aggregated:
+        def read_some(some: Sequence[str]) -> Aggregated:
             return self._without_lost(lambda lost: self._aggregate_without(lost, some, visible, known_ids, mass=mass))
 
-        return self._with_mass(questions, read) if mass else read(questions)
+        return self._with_mass(questions, read_some) if mass else read(questions)
 
     def _without_lost(self, read: Callable[[frozenset[int]], _Read]) -> _Read:
         """Reads the shards that are not lost; if another is lost meanwhile, reads again without it."""

@@ -534,8 +534,8 @@ class OwnKVModel(MACModel, kind="own-kv", config_class=OwnKVConfig):
             documents += 1
         if not documents:
             raise ConfigError("no document has 16 tokens or more, so nothing can be measured; give longer ones")
-        nothing, text, memory = (total / count for total in sums)
-        return Kept(nothing, text, memory, documents, self.config.bytes_per_token or self.raw_bytes, self.raw_bytes)
+        nothing, after_text, memory = (total / count for total in sums)
+        return Kept(nothing, after_text, memory, documents, self.config.bytes_per_token or self.raw_bytes, self.raw_bytes)
 
     def chosen(self, candidates: Iterable[tuple[int, float, int]]) -> list[tuple[int, float]]:
         """The rows that a question sees: the best ones within `memory_tokens`, with their biases.
