@@ -56,10 +56,10 @@ def main(
     from eval.harness.protocol import adapt, samples
     from mac_rag.data.types import QADataset
     from mac_rag.engine import MACEngine
-    from mac_rag.model import MACModel
+    from mac_rag.model import AmortizedModel
 
     groups = conflicts(dataset, setup.questions, seed)
-    loaded = MACModel.from_pretrained(setup.model, device=device)
+    loaded = AmortizedModel.from_pretrained(setup.model, device=device)
     engine = MACEngine(loaded)
     adaptation = adapt(engine, dataset.documents)
     rows: list[Row] = []

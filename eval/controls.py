@@ -49,10 +49,10 @@ def main(
     from eval.harness.kept_answers import answer_source
     from eval.harness.protocol import adapt, samples
     from mac_rag.engine import MACEngine
-    from mac_rag.model import MACModel
+    from mac_rag.model import AmortizedModel
 
     name = model_for(model, data)
-    loaded = MACModel.from_pretrained(name, device=device)
+    loaded = AmortizedModel.from_pretrained(name, device=device)
     engine = MACEngine(loaded)
     adaptation = adapt(engine, dataset.documents)
     controls = Controls(engine, dataset, batch_size=batch_size)
