@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import NonCallableMock
 
 import pytest
 import torch
@@ -25,7 +26,7 @@ from mac_rag.distributed.sharded_bank import ShardedBank
 from mac_rag.engine import MACEngine
 from mac_rag.errors import BankError, ConfigError, ShardLostError
 from mac_rag.lm.devices import DTYPES
-from mac_rag.model import MACModel
+from mac_rag.model import AmortizedModel, MACModel
 from mac_rag.model.calibration import Calibration
 from mac_rag.nn.attention import direct_attention
 from mac_rag.nn.memory_tokens import MemoryTokens
@@ -111,7 +112,8 @@ def test_in_double_precision_shards_agree_with_direct_attention(
     encoder = lambda ids, read: question  # noqa: E731
     encoder.ids = lambda text: [1]  # type: ignore[attr-defined]
     encoder.network = SimpleNamespace(years=None)  # type: ignore[attr-defined]
-    model: Any = SimpleNamespace(
+    model: Any = NonCallableMock(
+        spec=AmortizedModel,
         aggregation=built,
         fingerprint="f00d",
         input_encoder=encoder,
