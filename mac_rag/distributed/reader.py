@@ -83,7 +83,7 @@ class ShardedReader(NetworkReader):
         def read_some(some: Sequence[str]) -> Aggregated:
             return self._without_lost(lambda lost: self._aggregate_without(lost, some, visible, known_ids, mass=mass))
 
-        return self._with_mass(questions, read_some) if mass else read(questions)
+        return self._with_mass(questions, read_some) if mass else read_some(questions)
 
     def _without_lost(self, read: Callable[[frozenset[int]], _Read]) -> _Read:
         """Reads the shards that are not lost; if another is lost meanwhile, reads again without it."""

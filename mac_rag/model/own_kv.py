@@ -58,7 +58,7 @@ CODEC, ADAPTER, READING = "codec.safetensors", "adapter", "reading.json"
 _LARGEST_CONFIG = 1 << 20
 _LARGEST_GROUP = 4096  # numbers; a PCA of more takes minutes
 _FEW_TOKENS = 20_000  # a codec that is fitted on fewer may not know what other texts look like
-_MOST_TOKENS = 40_000
+_MOST_TOKENS = 24_000
 _BATCH_TOKENS = 2048  # tokens of documents that the LM reads at a time
 _SPARE = 8  # tokens that a row may have beyond the limit, because text is tokenized again with a space before it
 _LEAST_BIAS = -12.0  # below it, a document's share of attention is less than rounding shows
@@ -393,7 +393,7 @@ class OwnKVModel(MACModel, kind="own-kv", config_class=OwnKVConfig):
             numbers: Tensor = codes.view(self.base_lm.dtype).unflatten(1, (layers, 2, kv_heads, width))
             return numbers.movedim(0, 3)
         assert self._rotation is not None
-        keys, values = self.codec.decode(codes).unbind(1)
+        keys, values = self.codec.decode(codes, self.base_lm.dtype).unbind(1)
         return torch.stack([self._rotation(keys), values], 1).to(self.base_lm.dtype)
 
     # Answering
@@ -535,7 +535,8 @@ class OwnKVModel(MACModel, kind="own-kv", config_class=OwnKVConfig):
         if not documents:
             raise ConfigError("no document has 16 tokens or more, so nothing can be measured; give longer ones")
         nothing, after_text, memory = (total / count for total in sums)
-        return Kept(nothing, after_text, memory, documents, self.config.bytes_per_token or self.raw_bytes, self.raw_bytes)
+        size = self.config.bytes_per_token or self.raw_bytes
+        return Kept(nothing, after_text, memory, documents, size, self.raw_bytes)
 
     def chosen(self, candidates: Iterable[tuple[int, float, int]]) -> list[tuple[int, float]]:
         """The rows that a question sees: the best ones within `memory_tokens`, with their biases.

@@ -11,7 +11,7 @@ as KVTC does for the caches of large LMs. Every token takes the same number of b
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -29,6 +29,7 @@ QUANTIZERS = {
     8: (0.030762, 0.00008769),
 }
 _UPGRADES = ((0, 1), (1, 2), (2, 4), (4, 8))
+_AT_ONCE = 2048  # tokens
 _LOWEST_SCALE = 1e-6  # for heads whose numbers are the same for every token
 
 
@@ -101,7 +102,12 @@ class KVCodec(nn.Module):
             self.register_buffer(name, torch.zeros(self.groups, self.width))
         self.register_buffer("basis", torch.zeros(self.groups, self.width, self.width))
         self._allocations: dict[int, Allocation] = {}
-        self.register_load_state_dict_post_hook(lambda *_: self._allocations.clear())  # type: ignore[no-untyped-call]
+        self._halved: dict[tuple[int, torch.dtype], list[Tensor]] = {}  # bases of rates in half precision
+        self.register_load_state_dict_post_hook(lambda *_: self._forget())  # type: ignore[no-untyped-call]
+
+    def _forget(self) -> None:
+        self._allocations.clear()
+        self._halved.clear()
 
     @property
     def fitted(self) -> bool:
@@ -125,8 +131,8 @@ class KVCodec(nn.Module):
         total = sum(self._grouped(part).sum(1, dtype=torch.float64) for part in keys_values)
         mean = torch.as_tensor(total) / count
         covariance = self.basis.new_zeros(self.basis.shape, dtype=torch.float64)
-        for part in keys_values:
-            numbers = self._grouped(part) - mean.float()[:, None]
+        for some in _batches(keys_values):
+            numbers = torch.cat([self._grouped(part) for part in some], 1) - mean.float()[:, None]
             covariance += numbers.mT @ numbers / count
         per_head = covariance.diagonal(dim1=1, dim2=2).unflatten(1, (-1, self._shape[-1])).mean(-1)
         scale = per_head.clamp(min=_LOWEST_SCALE**2).sqrt().repeat_interleave(self._shape[-1], 1)
@@ -137,7 +143,7 @@ class KVCodec(nn.Module):
             self.eigenvalues[group], self.basis[group] = values.flip(0).clamp(min=0), vectors.flip(1)
         self.mean.copy_(mean)
         self.scale.copy_(scale)
-        self._allocations.clear()
+        self._forget()
 
     def encode(self, keys_values: Tensor, bytes_per_token: int) -> Tensor:
         """Encodes tokens.
@@ -156,14 +162,23 @@ class KVCodec(nn.Module):
         codes.scatter_add_(1, index, levels << allocation.shift)
         return codes.to(torch.uint8)
 
-    def decode(self, codes: Tensor) -> Tensor:
-        """Keys before rotation and values from codes `[tokens, bytes]`, in fp32: inverts `encode` up to rounding.
+    def decode(self, codes: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+        """Keys before rotation and values from codes `[tokens, bytes]`: inverts `encode` up to rounding.
+
+        Args:
+            codes: the codes.
+            dtype: dtype of the products; half precision is several times as fast, and as exact as keys and values are
+                in an LM of that dtype.
 
         Returns:
-            `[layers, 2, kv_heads, tokens, head_width]`.
+            `[layers, 2, kv_heads, tokens, head_width]`, in fp32.
         """
         allocation = self.allocation(codes.shape[1])
         levels = (codes[:, allocation.byte].int() >> allocation.shift) & ((1 << allocation.bits) - 1)
+        if dtype != torch.float32:
+            if (codes.shape[1], dtype) not in self._halved:
+                self._halved[codes.shape[1], dtype] = [basis.to(dtype) for basis in allocation.bases]
+            allocation = allocation._replace(bases=self._halved[codes.shape[1], dtype])
         return self._numbers(_middle(levels, allocation), allocation)
 
     def coded(self, keys_values: Tensor, bytes_per_token: int) -> Tensor:
@@ -200,7 +215,7 @@ class KVCodec(nn.Module):
         try:
             for name in ("mean", "scale", "eigenvalues"):
                 getattr(self, name).copy_(state[name].reshape(self.mean.shape))
-            self._allocations.clear()
+            self._forget()
             self.basis.zero_()
             local = self.allocation(bytes_per_token).local
             parts = state["components"].float().split([len(columns) for columns in local])
@@ -211,7 +226,7 @@ class KVCodec(nn.Module):
                 f"the codec does not fit an LM with {self.groups} groups of {self.width:,} numbers at "
                 f"{bytes_per_token:,} bytes a token: {error}; make it again for this LM"
             ) from None
-        self._allocations.clear()
+        self._forget()
 
     def check_rate(self, bytes_per_token: int) -> None:
         """Refuses an impossible number of bytes per token.
@@ -263,7 +278,7 @@ class KVCodec(nn.Module):
 
     def _numbers(self, values: Tensor, allocation: Allocation) -> Tensor:
         """The inverse of `_values`."""
-        columns = (values * self._deviations(allocation))[:, allocation.to_groups]
+        columns = (values * self._deviations(allocation))[:, allocation.to_groups].to(allocation.bases[0])
         parts = columns.split([len(local) for local in allocation.local], 1)
         numbers = torch.stack([part @ basis.mT for part, basis in zip(parts, allocation.bases, strict=True)])
         return self._ungrouped(numbers * self.scale[:, None] + self.mean[:, None])
@@ -281,6 +296,18 @@ class KVCodec(nn.Module):
         layers, _, heads, width = self._shape
         numbers = numbers.unflatten(2, (layers // self.groups, 2, heads, width)).transpose(1, 2)
         return numbers.flatten(0, 1).movedim(1, 3)
+
+
+def _batches(keys_values: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    """The same tensors, in lists of `_AT_ONCE` tokens or more: adding up a covariance takes as long as making one."""
+    batch: list[Tensor] = []
+    for part in keys_values:
+        batch.append(part)
+        if sum(one.shape[3] for one in batch) >= _AT_ONCE:
+            yield batch
+            batch = []
+    if batch:
+        yield batch
 
 
 def _level(values: Tensor, allocation: Allocation) -> Tensor:
