@@ -15,7 +15,7 @@ from mac_rag.cli.run import run_app
 from mac_rag.cli.terminal import say
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from mac_rag.model import OwnKVModel
 
@@ -145,7 +145,11 @@ def time_first_token(
         def cold(codes: list[torch.Tensor] = codes) -> None:
             memory(ReadRows([[ReadRow(model.decode(one), -0.1 * place) for place, one in enumerate(codes)]]))
 
-        ways = {"text": text, "memory, cold rows": cold, "memory, kept rows": partial(memory, kept)}
+        ways: dict[str, Callable[[], None]] = {
+            "text": text,
+            "memory, cold rows": cold,
+            "memory, kept rows": partial(memory, kept),
+        }
         seconds: dict[str, list[float]] = {name: [] for name in ways}
         for turn in range(rounds + 1):
             for name, run in ways.items():

@@ -447,7 +447,8 @@ class OwnKVModel(MACModel, kind="own-kv", config_class=OwnKVConfig):
         room = self.context_window - (max_new_tokens or self.config.max_new_tokens)
         texts = [text.strip() for text in contexts]
         encoder = self.base_lm.prompts
-        documents, left = [self.blocks.texts.ids(text) for text in texts], room
+        documents = [self.blocks.texts.ids(text) for text in texts]
+        left = room - len(self.blocks.question(question))
         while True:
             after = self.blocks.question(question, texts)
             if len(after) <= room or not texts:
@@ -457,8 +458,8 @@ class OwnKVModel(MACModel, kind="own-kv", config_class=OwnKVConfig):
                     f"{len(contexts)} documents and the question take {len(after)} tokens, but the LM's window leaves "
                     f"room for {room}; give fewer or shorter documents (a smaller k or chunk size)"
                 )
-            left -= max(1, len(after) - room)
             texts = [text for text, _ in encoder.shortened(contexts, documents, left)] if left > 0 else []
+            left -= 1 + len(texts)  # joined texts may take more tokens than each alone
         if len(after) > room:
             raise DocumentError(
                 f"the question takes {len(after)} tokens, but the LM's window leaves room for {room}; shorten it"
