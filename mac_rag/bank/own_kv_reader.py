@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections import OrderedDict
 from collections.abc import Container, Iterator, Sequence
-from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -102,7 +101,7 @@ class OwnKVReader(Reader):
         return None
 
     def apart(self, hits: Sequence[Hit]) -> tuple[list[tuple[str, float]], list[Hit]]:
-        named = [hit if hit.document_id else replace(hit, document_id=self._id_of(hit.text)) for hit in hits]
+        named = [hit if hit.document_id else self._named(hit) for hit in hits]
         biased = self._biased(named, self._by_rank)
         read, others = [], []
         for hit, name, bias in zip(hits, named, biased, strict=True):
@@ -119,12 +118,11 @@ class OwnKVReader(Reader):
         entry = self.bank[hit.document_id]
         return entry.members[entry.place(hit.document_id)].matches(hit.text)
 
-    def _id_of(self, text: str) -> str:
-        """Id of a document of the bank with this text; empty if there is none."""
-        if not text.strip():
-            return ""
-        [hits] = self._prior.retrieve([text], _ALIKE)
-        return next((hit.document_id for hit in hits if hit.text.strip() == text.strip()), "")
+    def _named(self, hit: Hit) -> Hit:
+        """The document of the bank with this text; the same without an id if there is none."""
+        text = hit.text.strip()
+        [alike] = self._prior.retrieve([text], _ALIKE) if text else [[]]
+        return next((one for one in alike if one.text.strip() == text), hit)
 
     def _biased(self, hits: Sequence[Hit], by_rank: bool) -> list[tuple[str, float]]:
         """Id and bias of retrieved documents."""
