@@ -79,7 +79,7 @@ def loss(
                 [codes] = model.amortize_rows(model.plan(document)[:1])
                 phi = ReadRows([[ReadRow(model.decode(codes), 0.0)]])
             own.append(float(model._losses([prompt], [answer], phi)[0].mean()))
-            [said] = model.generate([prompt], modulation=phi, max_new_tokens=32)
+            [said] = model.generate([prompt], modulation=phi, max_new_tokens=16)
             scores.append(best_over(f1, said, question.answers))
         losses[name] = own
         beside = ""

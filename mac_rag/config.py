@@ -512,7 +512,9 @@ class OwnKVConfig(Config):
     base_lm: BaseLMConfig
     lm_digest: str
     prompt: PromptFormat = PromptFormat()
-    turn: str = "Context: {document}\n\nAnswer in a few words of the context.\n\nQuestion: {question}"
+    turn: str = (
+        "Read the context and answer the question in a few words.\n\nContext: {document}\n\nQuestion: {question}"
+    )
     adapter: bool = False
     bytes_per_token: int | None = Field(None, ge=1)
     codec_group: int = Field(1, ge=1)
