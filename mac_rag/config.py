@@ -500,7 +500,6 @@ class OwnKVConfig(Config):
         turn: what the user says, with `{document}` and after it `{question}`.
         adapter: True if the folder holds low-rank updates of the LM, trained by `pipelines.tune_reading`.
         bytes_per_token: bytes that a document's token takes in a bank; None keeps all keys and values as they are.
-        codec_group: neighbouring layers of the LM that share a PCA.
         bias_scale: what a document's BM25 score, relative to the best one, is multiplied with before it is added to
             the attention logits of its tokens.
         max_document_tokens: longest row of a document.
@@ -517,7 +516,6 @@ class OwnKVConfig(Config):
     )
     adapter: bool = False
     bytes_per_token: int | None = Field(None, ge=1)
-    codec_group: int = Field(1, ge=1)
     bias_scale: float = Field(0.5, ge=0)
     max_document_tokens: int = Field(1024, ge=8)
     memory_tokens: int = Field(2048, ge=8)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Annotated
 
@@ -49,6 +50,14 @@ def main(
         ),
     ] = False,
     seed: Annotated[int, typer.Option(help="Equal seeds ask about the same.")] = 0,
+    tune: Annotated[
+        Path | None,
+        typer.Option(
+            help="Then tune the LM to read these documents through its own keys and values, into this folder, by the "
+            "recipe my-lm-reading of pipelines.tune_reading: its best/ is the adapter of `mac-rag init`.",
+            file_okay=False,
+        ),
+    ] = None,
 ) -> None:
     """Let an LM write questions and answers about your documents, to train and evaluate on.
 
@@ -57,9 +66,13 @@ def main(
     answer to its own question, or if it fails another check. The folder is data of your own: `--data OUTPUT` of
     eval.qa, and `--set data.name=own --set data.path=OUTPUT` of pipelines.train.
     """
-    from mac_rag.errors import DataError
+    from mac_rag.errors import ConfigError, DataError
     from pipelines.tasks.self_study import study
 
+    if tune is not None and ":" in lm:
+        raise ConfigError(
+            f"--tune trains an LM of transformers, and --lm is {lm!r}; leave --tune out, or name such an LM"
+        )
     report = study(documents, lm, output, per_passage=per_passage, limit=limit, own_answers=own_answers, seed=seed)
     for table in report.tables():
         show_table(table)
@@ -69,6 +82,14 @@ def main(
         f"{report.total.kept:,} questions about {report.documents:,} documents in {output}; the answers of "
         f"{report.kept_standing:,} stand in their documents word for word"
     )
+    if tune is not None:
+        from pipelines.recipe import load_recipe
+        from pipelines.tasks.registry import run_task
+        from pipelines.tasks.tune_reading import TuneReadingConfig
+
+        overrides = [f"base_lm.name={json.dumps(lm)}", f"data.path={json.dumps(str(output))}"]
+        run_task("tune_reading", load_recipe(TuneReadingConfig, "my-lm-reading", overrides), tune)
+        say(f"next: mac-rag init FOLDER --lm {lm} --adapter {tune / 'best'} --documents ...")
 
 
 if __name__ == "__main__":

@@ -5,9 +5,8 @@ documents start at the same position, so a document's keys and values do not dep
 A question starts after the longest of its documents and sees the opening, all documents, and itself. With one document
 this is the LM's ordinary attention over the text.
 
-`BlockAttentionLM.read` and `.answer_loss` are for training: they pack many documents, and many questions, into one
-sequence each, with gradients. `.generate` answers many questions at once, each after its own documents, through the
-LM's cache.
+`BlockAttentionLM` is for training: it packs many documents, and many questions, into one sequence each, with
+gradients. Models answer through the LM's cache, each question after its own documents (`mac_rag.nn.block_prefix`).
 """
 
 from __future__ import annotations
@@ -19,18 +18,24 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import functional
-from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache
+from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from mac_rag.errors import DocumentError, ModelLoadError
 from mac_rag.lm.attention_sink import key_rotation
-from mac_rag.lm.batching import pad_rows
 from mac_rag.nn.codec import KVCodec
 from mac_rag.nn.dtypes import additive
+from mac_rag.nn.modulation import has_limited_layers
 
 _BLOCKS = "mac_rag_blocks"  # name of this attention among transformers' own
-_CLASSES = ("LlamaForCausalLM",)  # LMs whose rotation of keys the tests check
+# LMs whose attention is called as `_attention` is, and is no more than that: the tests compare each with its text.
+_CLASSES = (
+    "LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "Qwen2MoeForCausalLM", "MistralForCausalLM",
+    "MixtralForCausalLM", "Gemma3ForCausalLM", "PhiForCausalLM", "Phi3ForCausalLM", "Olmo2ForCausalLM",
+    "SmolLM3ForCausalLM", "GraniteForCausalLM", "CohereForCausalLM", "Cohere2ForCausalLM", "Glm4ForCausalLM",
+    "HeliumForCausalLM", "NanoChatForCausalLM", "Exaone4ForCausalLM",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -52,30 +57,13 @@ class DocumentsKV:
         return replace(self, documents=codec.coded(self.documents, bytes_per_token))
 
 
-@dataclass(frozen=True)
-class BiasedQuestion:
-    """A question with its own documents before it.
-
-    Attributes:
-        ids: its token ids, up to where the answer begins.
-        opening: see `DocumentsKV`.
-        documents: keys and values of each document, as `BlockAttentionLM.rotated` returns them.
-        bias: for each document, the number added to the attention logits of all its tokens.
-    """
-
-    ids: Sequence[int]
-    opening: Tensor
-    documents: Sequence[Tensor]
-    bias: Sequence[float]
-
-
 class BlockAttentionLM:
     """An LM with block attention.
 
     Replaces the LM's attention in place. Called without blocks, the new attention computes the same as the old.
 
     Args:
-        lm: a transformers causal LM of the class `LlamaForCausalLM`.
+        lm: a transformers causal LM of one of the classes that the tests check.
         opening: token ids of the opening.
         longest: largest number of tokens of a document.
 
@@ -120,7 +108,8 @@ class BlockAttentionLM:
         ids = [*self.opening, *(token for document in documents for token in document)]
         places = [*range(start), *(start + place for length in lengths for place in range(length))]
         blocks = _DocumentBlocks(start, lengths, device)
-        self.lm.model(
+        self._check_reach(max(places) + 1)
+        self.lm.base_model(
             input_ids=torch.tensor([ids], device=device),
             position_ids=torch.tensor([places], device=device),
             attention_mask=_no_mask(device),
@@ -135,6 +124,19 @@ class BlockAttentionLM:
             torch.stack([torch.cat(before or [keys[:, :, start:].float()], 2), values[:, :, start:].float()], 1),
             tuple(lengths),
         )
+
+    def _check_reach(self, positions: int) -> None:
+        """Refuses more positions than the layers with a sliding window see: blocks know no windows.
+
+        Raises:
+            DocumentError: names both numbers.
+        """
+        window = getattr(self.lm.config, "sliding_window", None)
+        if has_limited_layers(self.lm.config) and positions > (window or 0):
+            raise DocumentError(
+                f"opening, document, question and answer take {positions:,} positions, but some layers of the LM see "
+                f"{window or 0:,} only; give shorter documents (packs.document_tokens)"
+            )
 
     def rotated(self, read: DocumentsKV) -> list[Tensor]:
         """Each document at its position after the opening: `[layers, 2, kv_heads, tokens, head_width]`, the LM's dtype.
@@ -151,7 +153,16 @@ class BlockAttentionLM:
     def answer_loss(
         self, read: DocumentsKV, questions: Sequence[tuple[Sequence[int], Sequence[int]]], bias: Tensor
     ) -> Tensor:
-        """Mean negative log-likelihood of the tokens of all answers; all questions see the same documents.
+        """Mean negative log-likelihood of the tokens of all answers; arguments as for `answer_logits`."""
+        labels = torch.tensor([token for _, answer in questions for token in answer], device=self.lm.device)
+        return functional.cross_entropy(self.answer_logits(read, questions, bias), labels)
+
+    def answer_logits(
+        self, read: DocumentsKV, questions: Sequence[tuple[Sequence[int], Sequence[int]]], bias: Tensor
+    ) -> Tensor:
+        """The logits, in fp32, that predict each token of the answers, `[tokens of all answers, vocabulary]`.
+
+        All questions see the same documents.
 
         Args:
             read: the documents.
@@ -162,18 +173,17 @@ class BlockAttentionLM:
         ids: list[int] = []
         positions: list[int] = []
         before_answer: list[int] = []  # indices of the tokens that an answer token follows
-        labels: list[int] = []
         for question, answer in questions:
             first = len(ids) + len(question) - 1
             before_answer += range(first, first + len(answer))
-            labels += answer
             tokens = [*question, *answer[:-1]]
             ids += tokens
             positions += range(start, start + len(tokens))
         lengths = [len(question) + len(answer) - 1 for question, answer in questions]
         prefix = torch.cat([read.opening, *self.rotated(read)], 3)
         blocks = _QuestionBlocks(prefix, len(self.opening), read.lengths, lengths, bias)
-        logits = self.lm(
+        self._check_reach(max(positions) + 1)
+        logits: Tensor = self.lm(
             input_ids=torch.tensor([ids], device=device),
             position_ids=torch.tensor([positions], device=device),
             attention_mask=_no_mask(device),
@@ -181,89 +191,7 @@ class BlockAttentionLM:
             logits_to_keep=torch.tensor(before_answer, device=device),
             blocks=blocks,
         ).logits[0]
-        return functional.cross_entropy(logits.float(), torch.tensor(labels, device=device))
-
-    @torch.no_grad()
-    def answer_losses(self, questions: Sequence[BiasedQuestion], answers: Sequence[Sequence[int]]) -> list[float]:
-        """Mean negative log-likelihood of each answer's tokens, each question after its own documents."""
-        tokens = [[*question.ids, *answer[:-1]] for question, answer in zip(questions, answers, strict=True)]
-        cache, mask, positions = self._prefilled(questions)
-        logits = self._step(tokens, cache, mask, positions)[0]
-        losses = []
-        for row, question, answer in zip(logits, questions, answers, strict=True):
-            first = len(question.ids) - 1
-            labels = torch.tensor(list(answer), device=row.device)
-            losses.append(float(functional.cross_entropy(row[first : first + len(answer)].float(), labels)))
-        return losses
-
-    @torch.no_grad()
-    def generate(
-        self, questions: Sequence[BiasedQuestion], *, max_new_tokens: int, end_tokens: Sequence[int]
-    ) -> list[list[int]]:
-        """Token ids of greedy answers, each question after its own documents; without the token that ends an answer."""
-        cache, mask, positions = self._prefilled(questions)
-        tokens = [list(question.ids) for question in questions]
-        answers: list[list[int]] = [[] for _ in questions]
-        running = list(range(len(questions)))  # the questions whose answers have not ended
-        for _ in range(max_new_tokens):
-            logits, mask = self._step(tokens, cache, mask, positions)
-            last = torch.tensor([len(row) - 1 for row in tokens], device=logits.device)
-            chosen = logits[torch.arange(len(tokens), device=logits.device), last].argmax(-1).tolist()
-            kept = [row for row, token in enumerate(chosen) if token not in end_tokens]
-            if not kept:
-                break
-            positions = [positions[row] + len(tokens[row]) for row in kept]
-            running, tokens = [running[row] for row in kept], [[chosen[row]] for row in kept]
-            for question, [token] in zip(running, tokens, strict=True):
-                answers[question].append(token)
-            if len(kept) < len(chosen):
-                rows = torch.tensor(kept, device=logits.device)
-                cache.batch_select_indices(rows)
-                mask = mask[rows]
-        return answers
-
-    def _prefilled(self, questions: Sequence[BiasedQuestion]) -> tuple[DynamicCache, Tensor, list[int]]:
-        """A cache with all prefixes, the mask added to the attention logits of their tokens, and the next positions.
-
-        The mask is `[B, S]`, where S is the length of the longest prefix; shorter prefixes are padded.
-        """
-        start = len(self.opening)
-        lengths = [[part.shape[3] for part in question.documents] for question in questions]
-        longest = start + max(map(sum, lengths))
-        mask = torch.full((len(questions), longest), -torch.inf, device=self.lm.device)
-        rows = []
-        for row, question, of_documents in zip(mask, questions, lengths, strict=True):
-            row[:start] = 0.0
-            end = start
-            for bias, length in zip(question.bias, of_documents, strict=True):
-                row[end : end + length] = bias
-                end += length
-            padding = question.opening.new_zeros(()).expand(*question.opening.shape[:3], longest - end, self.shape[2])
-            rows.append(torch.cat([question.opening, *question.documents, padding], 3))
-        cache = DynamicCache()
-        for layer, (keys, values) in enumerate(torch.stack(rows, 2).unbind(0)):
-            cache.update(keys, values, layer)
-        return cache, mask, [start + max(of_documents, default=0) for of_documents in lengths]
-
-    def _step(
-        self, tokens: Sequence[Sequence[int]], cache: DynamicCache, mask: Tensor, positions: Sequence[int]
-    ) -> tuple[Tensor, Tensor]:
-        """Logits `[B, L, vocabulary]` of the next tokens, and the mask extended by their columns; it hides padding."""
-        device = self.lm.device
-        ids, real = pad_rows(tokens, 0, device)
-        length = ids.shape[1]
-        seen = torch.cat([mask, torch.where(real.bool(), 0.0, -torch.inf)], 1)
-        rows = seen[:, None, None].repeat(1, 1, length, 1)
-        own = torch.full((length, length), -torch.inf, device=device).triu(1)
-        rows[..., -length:] += own
-        logits = self.lm(
-            input_ids=ids,
-            position_ids=torch.tensor(positions, device=device)[:, None] + torch.arange(length, device=device),
-            attention_mask=rows.to(self.lm.dtype),
-            past_key_values=cache,
-            use_cache=True,
-        ).logits
-        return logits, seen
+        return logits.float()
 
 
 def check_lm_class(lm: Any) -> None:

@@ -56,7 +56,6 @@ _log = logging.getLogger(__name__)
 
 CODEC, ADAPTER, READING = "codec.safetensors", "adapter", "reading.json"
 _LARGEST_CONFIG = 1 << 20
-_LARGEST_GROUP = 4096  # numbers; a PCA of more takes minutes
 _FEW_TOKENS = 20_000  # a codec that is fitted on fewer may not know what other texts look like
 _MOST_TOKENS = 24_000
 _BATCH_TOKENS = 2048  # tokens of documents that the LM reads at a time
@@ -207,12 +206,11 @@ class OwnKVModel(MACModel, kind="own-kv", config_class=OwnKVConfig):
         """
         bytes_per_token = self.raw_bytes // compression
         layers, _, kv_heads, _, width = self.opening.shape
-        group = max(size for size in range(1, layers + 1) if not layers % size and (size == 1 or self._fits(size)))
-        codec = KVCodec(layers=layers, kv_heads=kv_heads, head_width=width, group=group).to(self.device)
+        codec = KVCodec(layers=layers, kv_heads=kv_heads, head_width=width).to(self.device)
         if compression < 1:
             raise ConfigError(f"compression is {compression}; give a number of at least 1, or None for no codec")
         codec.check_rate(bytes_per_token)
-        config = self.config.model_copy(update={"bytes_per_token": bytes_per_token, "codec_group": group})
+        config = self.config.model_copy(update={"bytes_per_token": bytes_per_token})
         made = OwnKVModel(config, self.base_lm, codec, self._adapter).eval()
         rows = [row for text in texts for row in self.plan(text)]
         count, chosen = 0, []
@@ -230,9 +228,6 @@ class OwnKVModel(MACModel, kind="own-kv", config_class=OwnKVConfig):
             codec.fit([made._unrotated(part) for part in self._read(chosen, bar.advance)])
         codec.compact(bytes_per_token)
         return made
-
-    def _fits(self, group: int) -> bool:
-        return group * self.opening[0].numel() // self.opening.shape[3] <= _LARGEST_GROUP
 
     @property
     def raw_bytes(self) -> int:
@@ -262,7 +257,7 @@ class OwnKVModel(MACModel, kind="own-kv", config_class=OwnKVConfig):
         if config.bytes_per_token is None:
             return made
         layers, _, kv_heads, _, width = made.opening.shape
-        codec = KVCodec(layers=layers, kv_heads=kv_heads, head_width=width, group=config.codec_group)
+        codec = KVCodec(layers=layers, kv_heads=kv_heads, head_width=width)
         codec.check_rate(config.bytes_per_token)
         try:
             codec.load_compact(load_file(folder / CODEC), config.bytes_per_token)

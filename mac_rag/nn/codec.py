@@ -29,6 +29,7 @@ QUANTIZERS = {
     8: (0.030762, 0.00008769),
 }
 _UPGRADES = ((0, 1), (1, 2), (2, 4), (4, 8))
+_LARGEST_WIDTH = 4096  # numbers of a group; eigenvectors of more take minutes
 _AT_ONCE = 2048  # tokens
 _LOWEST_SCALE = 1e-6  # for heads whose numbers are the same for every token
 
@@ -75,7 +76,8 @@ class KVCodec(nn.Module):
         layers: number of the LM's layers.
         kv_heads: number of its heads of keys and values.
         head_width: width of a head.
-        group: number of neighbouring layers that share one PCA; it must divide the number of layers.
+        group: number of neighbouring layers that share one PCA; it must divide the number of layers. None for as many
+            as have 4,096 numbers together at most.
 
     Attributes:
         mean: `[groups, W]`, mean of each of the `W = group * 2 * kv_heads * head_width` numbers.
@@ -92,8 +94,11 @@ class KVCodec(nn.Module):
     basis: Tensor
     eigenvalues: Tensor
 
-    def __init__(self, *, layers: int, kv_heads: int, head_width: int, group: int) -> None:
+    def __init__(self, *, layers: int, kv_heads: int, head_width: int, group: int | None = None) -> None:
         super().__init__()
+        if group is None:
+            fits = [size for size in range(1, layers + 1) if size * 2 * kv_heads * head_width <= _LARGEST_WIDTH]
+            group = max((size for size in fits if not layers % size), default=1)
         if layers % group:
             raise ConfigError(f"the LM's {layers} layers cannot be divided into groups of {group}; choose a divisor")
         self._shape = (layers, 2, kv_heads, head_width)

@@ -15,15 +15,18 @@ from pydantic import Field, model_validator
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+from torch.nn import functional
 
-from mac_rag.config import BaseLMConfig, Config
+from mac_rag.config import BaseLMConfig, Config, PromptFormat
 from mac_rag.data.characters import shown_id
 from mac_rag.data.metrics import best_over, exact_match, f1
 from mac_rag.data.types import Document, Question
 from mac_rag.errors import DataError, ModelLoadError
-from mac_rag.lm.block_attention import BiasedQuestion, BlockAttentionLM, DocumentsKV, check_lm_class
+from mac_rag.lm.base_lm import BaseLM
+from mac_rag.lm.block_attention import BlockAttentionLM, DocumentsKV, check_lm_class
 from mac_rag.lm.block_prompt import BlockPrompt
 from mac_rag.lm.loading import load_causal_lm, quiet
+from mac_rag.nn.block_prefix import BlockPrefix
 from mac_rag.nn.codec import KVCodec
 from mac_rag.nn.dtypes import use_master_weights
 from mac_rag.untrusted_files import read_json
@@ -41,19 +44,18 @@ class CodecConfig(Config):
     """The codec that documents pass through.
 
     Attributes:
-        group: neighbouring layers with one PCA.
-        rates: bytes a token; one is drawn for each pack. The first is the rate of the validation.
+        compression: how many times smaller than its keys and values, in 16 bits, a document is; one is drawn for each
+            pack. The first is that of the validation.
         fitted_on: training documents that the codec is fitted on, at the start and at each validation.
     """
 
-    group: int = Field(10, ge=1)
-    rates: tuple[int, ...] = (1152, 576, 288, 144)
+    compression: tuple[int, ...] = (20, 40, 80, 160)
     fitted_on: int = Field(100, ge=1)
 
     @model_validator(mode="after")
     def _check(self) -> CodecConfig:
-        if not self.rates or min(self.rates) < 1:
-            raise ValueError(f"rates must hold numbers of bytes of at least 1, got {list(self.rates)}")
+        if not self.compression or min(self.compression) < 1:
+            raise ValueError(f"compression must hold numbers of at least 1, got {list(self.compression)}")
         return self
 
 
@@ -68,6 +70,9 @@ class TuneReadingConfig(Config):
         abstention: the answer where the right document is absent.
         packs: documents and questions of a training sequence.
         codec: what documents pass through in training and validation; None for their keys and values as they are.
+        distillation: weight of the LM itself as the teacher, from 0 to 1: the target of an answer's tokens is then what
+            the LM without updates predicts after the right document's text. The rest of the weight, and all of it for
+            a question whose document is absent, is on the answer itself.
         bias: the bias scale at the start: by how much a document's score, relative to the best of its pack, is
             multiplied before it is added to the attention logits of its tokens.
         lora_rank: rank of the updates.
@@ -84,6 +89,7 @@ class TuneReadingConfig(Config):
     abstention: str = "I don't know"
     packs: PackConfig = PackConfig()
     codec: CodecConfig | None = None
+    distillation: float = Field(0.0, ge=0, le=1)
     data: DataConfig = DataConfig()
     bias: float = 0.5
     lora_rank: int = Field(16, ge=1)
@@ -105,12 +111,14 @@ class EncodedPack:
         documents: ids of each document.
         questions: ids of each question and of its answer.
         bias: `[questions, documents]`, scores relative to the best.
+        right: `[questions, documents]`, bool: the document that answers the question.
         rate: bytes a token that the documents pass through; None for none.
     """
 
     documents: list[list[int]]
     questions: list[tuple[list[int], list[int]]]
     bias: Tensor
+    right: Tensor
     rate: int | None
 
 
@@ -130,7 +138,6 @@ class TuneReadingTask(Task):
         check_lm_class(lm)
         self.lm = lm
         self.prompt = BlockPrompt(tokenizer, config.turn, config.system)
-        self._tokenizer = tokenizer
         data = joined_documents(config.data.training_set(), self.prompt, config.packs, seed=config.trainer.seed)
         self._training = PackMaker(config.packs, data, config.abstention)
         self._validation = PackMaker(config.packs, config.data.validation_set(), config.abstention)
@@ -142,12 +149,16 @@ class TuneReadingTask(Task):
         if config.adapter is not None:
             self._load_adapter(Path(config.adapter))
         self._blocks = BlockAttentionLM(lm, self.prompt.opening, longest=longest)
+        answering = BaseLM(lm, tokenizer, PromptFormat())
+        answering.end_tokens = sorted({*answering.end_tokens, *self.prompt.end_tokens})
+        self._answering = [answering]  # in a list, as above
         self.codec: KVCodec | None = None
         if config.codec is not None:
             layers, kv_heads, head_width = self._blocks.shape
-            self.codec = KVCodec(layers=layers, kv_heads=kv_heads, head_width=head_width, group=config.codec.group)
-            self.codec.to(lm.device)
-            for rate in config.codec.rates:
+            self.codec = KVCodec(layers=layers, kv_heads=kv_heads, head_width=head_width).to(lm.device)
+            raw = 2 * 2 * layers * kv_heads * head_width  # bytes of a token in 16 bits
+            self._rates = [raw // compression for compression in config.codec.compression]
+            for rate in self._rates:
                 self.codec.check_rate(rate)
 
     def _load_adapter(self, folder: Path) -> None:
@@ -210,8 +221,10 @@ class TuneReadingTask(Task):
             for question, answer in zip(pack.questions, pack.answers, strict=True)
         ]
         scores = torch.tensor(pack.scores, device=self.lm.device)
-        rate = None if self.config.codec is None else rng.choice(self.config.codec.rates)
-        return EncodedPack(self._ids(pack.documents), questions, scores - scores.amax(1, keepdim=True), rate)
+        rate = None if self.config.codec is None else rng.choice(self._rates)
+        right = [[document.id == question.gold for document in pack.documents] for question in pack.questions]
+        is_right = torch.tensor(right, device=self.lm.device)
+        return EncodedPack(self._ids(pack.documents), questions, scores - scores.amax(1, keepdim=True), is_right, rate)
 
     def begin_step(self, step: int) -> None:
         if self.codec is not None and not self.codec.fitted:
@@ -245,7 +258,9 @@ class TuneReadingTask(Task):
             if pack.rate is not None:
                 assert self.codec is not None
                 read = read.coded(self.codec, pack.rate)
-            losses.append(self._blocks.answer_loss(read, pack.questions, self.bias_scale * pack.bias))
+            losses.append(
+                self._loss(pack, self._blocks.answer_logits(read, pack.questions, self.bias_scale * pack.bias))
+            )
         tokens = sum(sum(map(len, p.documents)) + sum(len(q) + len(a) for q, a in p.questions) for p in batch)
         return {
             "loss": torch.stack(losses).mean(),
@@ -253,6 +268,30 @@ class TuneReadingTask(Task):
             "tokens": torch.tensor(float(tokens)),
             "questions": torch.tensor(float(sum(len(pack.questions) for pack in batch))),
         }
+
+    def _loss(self, pack: EncodedPack, logits: Tensor) -> Tensor:
+        """The mean loss of the answers' tokens, whose logits are `[tokens, vocabulary]`."""
+        labels = torch.tensor([token for _, answer in pack.questions for token in answer], device=logits.device)
+        losses = functional.cross_entropy(logits, labels, reduction="none")
+        weight = self.config.distillation
+        if not weight:
+            return losses.mean()
+        lengths = torch.tensor([len(answer) for _, answer in pack.questions], device=logits.device)
+        taught = pack.right.any(1).repeat_interleave(lengths)
+        targets = self._teacher_logits(pack).log_softmax(-1)
+        own = functional.kl_div(logits.log_softmax(-1), targets, reduction="none", log_target=True).sum(-1)
+        return torch.where(taught, weight * own + (1 - weight) * losses, losses).mean()
+
+    @torch.no_grad()
+    def _teacher_logits(self, pack: EncodedPack) -> Tensor:
+        """What the LM without updates predicts with only the right document before each question, as it is.
+
+        One document as keys and values is its text, so nothing else has to be read.
+        """
+        seen = torch.zeros(pack.right.shape, device=pack.right.device).masked_fill(~pack.right, -torch.inf)
+        with self._adapted[0].disable_adapter():
+            read = self._blocks.read(pack.documents)
+            return self._blocks.answer_logits(read, pack.questions, seen)
 
     def validate(self) -> dict[str, float]:
         if self.codec is not None:
@@ -274,8 +313,8 @@ class TuneReadingTask(Task):
             names = [document.id for document in part]
             opening = read.opening  # the same each time
             raw |= zip(names, self._blocks.rotated(read), strict=True)
-            if self.codec is not None and self.config.codec is not None:
-                through = read.coded(self.codec, self.config.codec.rates[0])
+            if self.codec is not None:
+                through = read.coded(self.codec, self._rates[0])
                 coded |= zip(names, self._blocks.rotated(through), strict=True)
         settings = {"right": right, "first": first, "three": retrieved, "three_unbiased": unbiased}
         for name, asked in settings.items():
@@ -296,19 +335,16 @@ class TuneReadingTask(Task):
         losses: list[float] = []
         for start in range(0, len(questions), _VALIDATED_AT_ONCE):
             part = slice(start, start + _VALIDATED_AT_ONCE)
-            biased = [
-                BiasedQuestion(
-                    self.prompt.question(question.question),
-                    opening,
-                    [read[document.id] for document in documents],
-                    [self.bias_scale.item() * (score - max(scores)) for score in scores],
-                )
-                for question, (documents, scores) in zip(questions[part], asked[part], strict=True)
-            ]
+            prompts = [self.prompt.question(question.question) for question in questions[part]]
             gold = [self.prompt.answer(question.answers[0]) for question in questions[part]]
-            losses += self._blocks.answer_losses(biased, gold)
-            generated = self._blocks.generate(biased, max_new_tokens=_ANSWER_TOKENS, end_tokens=self.prompt.end_tokens)
-            answers += [self._tokenizer.decode(ids).strip() for ids in generated]
+            scale = self.bias_scale.item()
+            prefix = BlockPrefix(
+                opening,
+                [[read[document.id] for document in documents] for documents, _ in asked[part]],
+                [[scale * (score - max(scores)) for score in scores] for _, scores in asked[part]],
+            )
+            losses += [float(loss.mean()) for loss in self._answering[0].token_losses(prompts, gold, prefix)]
+            answers += self._answering[0].generate(prompts, prefix, max_new_tokens=_ANSWER_TOKENS)
         pairs = list(zip(answers, questions, strict=True))
         yield f"loss_{name}", sum(losses) / len(losses)
         for metric, function in (("f1", f1), ("em", exact_match)):

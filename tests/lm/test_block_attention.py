@@ -12,11 +12,15 @@ from hypothesis import strategies as st
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from mac_rag.config import PromptFormat
 from mac_rag.errors import ConfigError, DocumentError, ModelLoadError
-from mac_rag.lm.block_attention import BiasedQuestion, BlockAttentionLM, _QuestionBlocks
+from mac_rag.lm.base_lm import BaseLM
+from mac_rag.lm.block_attention import BlockAttentionLM, _QuestionBlocks
 from mac_rag.lm.block_prompt import BlockPrompt
+from mac_rag.nn.block_prefix import BlockPrefix
 from mac_rag.nn.codec import KVCodec
 from tests.helpers import Folder
+from tests.lm.helpers import random_lm
 
 OPENING = [1, 30, 31]
 DOCUMENTS = [[40, 41, 42, 43, 44], [50, 51], [60, 61, 62]]
@@ -117,34 +121,45 @@ def test_the_order_of_documents_does_not_matter(blocks: BlockAttentionLM) -> Non
 
 
 @torch.no_grad()
-def test_packed_questions_have_the_losses_of_questions_with_caches_of_their_own(blocks: BlockAttentionLM) -> None:
-    read = blocks.read(DOCUMENTS)
+def test_packed_questions_have_the_losses_of_questions_with_caches_of_their_own(
+    lm: Any, blocks: BlockAttentionLM, plain: Any
+) -> None:
+    answering, read = BaseLM(lm, plain, PromptFormat()), blocks.read(DOCUMENTS)
     parts = blocks.rotated(read)
-    asked = [BiasedQuestion(q, read.opening, parts, bias.tolist()) for (q, _), bias in zip(QUESTIONS, BIAS)]
-    asked.append(BiasedQuestion(QUESTIONS[0][0], read.opening, parts[1:2], [0.0]))  # a shorter prefix in the batch
-    answers = [answer for _, answer in QUESTIONS] + [QUESTIONS[0][1]]
-    losses = blocks.answer_losses(asked, answers)
+    # The last question has a shorter prefix in the batch.
+    seen = BlockPrefix(read.opening, [*[parts] * 3, parts[1:2]], [*BIAS.tolist(), [0.0]])
+    questions, answers = zip(*QUESTIONS, QUESTIONS[0])
+    losses = answering.token_losses(questions, answers, seen)
     packed = blocks.answer_loss(read, QUESTIONS, BIAS)
-    tokens = sum(map(len, answers[:3]))
-    mean = sum(loss * len(answer) for loss, answer in zip(losses[:3], answers)) / tokens
-    assert mean == pytest.approx(float(packed), abs=1e-4)
+    torch.testing.assert_close(torch.cat(losses[:3]).mean(), packed, rtol=0, atol=1e-4)
     alone = blocks.answer_loss(blocks.read(DOCUMENTS[1:2]), QUESTIONS[:1], torch.zeros(1, 1))
-    assert losses[3] == pytest.approx(float(alone), abs=1e-4)
+    torch.testing.assert_close(losses[3].mean(), alone, rtol=0, atol=1e-4)
+
+
+TRAINED = ("qwen2", "qwen3", "qwen2_moe", "phi", "olmo2", "smollm3", "granite", "glm4", "helium", "nanochat", "cohere")
+LIMITED = ("mistral", "mixtral", "gemma3_text", "phi3", "cohere2", "exaone4")
 
 
 @torch.no_grad()
-def test_answers_are_those_that_the_lm_writes_after_the_text(lm: Any, blocks: BlockAttentionLM) -> None:
-    pairs = [(document, question) for document in DOCUMENTS for question, _ in QUESTIONS]
+@pytest.mark.parametrize("name", [*TRAINED, *LIMITED])
+def test_other_lms_read_as_their_text(name: str) -> None:
+    window = {"sliding_window": 64} if name in LIMITED else {}
+    plain = random_lm(name, **window)
+    blocks = BlockAttentionLM(random_lm(name, **window), OPENING, longest=80)
     read = blocks.read(DOCUMENTS)
-    parts = {tuple(document): part for document, part in zip(DOCUMENTS, blocks.rotated(read), strict=True)}
-    asked = [BiasedQuestion(question, read.opening, [parts[tuple(document)]], [0.0]) for document, question in pairs]
-    answers = blocks.generate(asked, max_new_tokens=6, end_tokens=[2])
-    for (document, question), answer in zip(pairs, answers, strict=True):
-        prompt = [*OPENING, *document, *question]
-        expected = lm.generate(
-            torch.tensor([prompt]), max_new_tokens=6, do_sample=False, eos_token_id=2, pad_token_id=0
-        )[0, len(prompt) :].tolist()
-        assert answer == [token for token in expected if token != 2]
+    for question, answer in QUESTIONS:
+        only = torch.full((1, 3), -torch.inf)
+        only[0, 1] = 0
+        ours = blocks.answer_loss(read, [(question, answer)], only)
+        # Questions come after the longest document, wherever theirs ends.
+        ids = [*OPENING, *DOCUMENTS[1], *question, *answer]
+        places = [*range(len(OPENING) + len(DOCUMENTS[1])), *range(len(OPENING) + 5, len(ids) + 3)]
+        logits = plain(input_ids=torch.tensor([ids]), position_ids=torch.tensor([places])).logits[0]
+        expected = torch.nn.functional.cross_entropy(logits[-len(answer) - 1 : -1], torch.tensor(answer))
+        torch.testing.assert_close(ours, expected, rtol=0, atol=1e-4)
+    if name in LIMITED:
+        with pytest.raises(DocumentError, match="some layers of the LM see 64 only"):
+            blocks.read([[40] * 70])
 
 
 def test_gradients_reach_the_lm_and_the_bias_through_the_codec(model_folder: Folder) -> None:

@@ -44,7 +44,7 @@ def recipe(model_folder: Folder, **values: Any) -> TuneReadingConfig:
     return TuneReadingConfig.parse({**base, **values}, "recipe")
 
 
-CODEC = {"group": 1, "rates": [16, 8], "fitted_on": 6}
+CODEC = {"compression": [16, 32], "fitted_on": 6}
 
 
 @pytest.fixture(scope="module")
@@ -128,6 +128,36 @@ def test_a_stopped_run_goes_on_exactly_through_the_codec(model_folder: Folder, t
         assert (tmp_path / "stopped/last" / name).read_bytes() == (tmp_path / "whole/last" / name).read_bytes()
 
 
+def test_the_lm_teaches_itself_with_the_right_document_as_text(model_folder: Folder) -> None:
+    torch.manual_seed(0)
+    task = TuneReadingTask(
+        recipe(model_folder, distillation=1.0, packs={"documents": [3], "questions": 4, "absent": 0})
+    )
+    for name, parameter in task.lm.named_parameters():
+        if "lora_B" in name:  # the student is no longer its own teacher
+            torch.nn.init.normal_(parameter, std=0.1)
+    [pack] = task.batch(0, 0, 1)
+    untouched = AutoModelForCausalLM.from_pretrained(model_folder("instruct"), dtype=task.lm.dtype)
+    expected = []
+    with torch.no_grad():
+        teacher = task._teacher_logits(pack)
+        for (question, answer), right in zip(pack.questions, pack.right, strict=True):
+            document = pack.documents[int(right.int().argmax())]
+            text = [*task.prompt.opening, *document, *question, *answer]
+            longest = max(map(len, pack.documents))
+            places = [*range(len(task.prompt.opening) + len(document))]
+            places += range(len(task.prompt.opening) + longest, len(text) + longest - len(document))
+            logits = untouched(torch.tensor([text]), position_ids=torch.tensor([places])).logits[0]
+            expected.append(logits[-len(answer) - 1 : -1].float())
+    torch.testing.assert_close(teacher.softmax(-1), torch.cat(expected).softmax(-1), rtol=0, atol=2e-3)
+    loss = task([pack])["loss"]
+    student = task._blocks.answer_logits(task._blocks.read(pack.documents), pack.questions, task.bias_scale * pack.bias)
+    p, q = teacher.softmax(-1), student.softmax(-1)
+    torch.testing.assert_close(loss, (p * (p.log() - q.log())).sum(-1).mean(), rtol=1e-4, atol=1e-5)
+    loss.backward()
+    assert task.bias_scale.grad is not None
+
+
 def test_a_later_stage_starts_from_what_an_earlier_one_saved(model_folder: Folder, tmp_path: Path) -> None:
     config = recipe(model_folder)
     task = TuneReadingTask(config)
@@ -155,7 +185,7 @@ def test_validation_counts_abstentions_from_right_documents(model_folder: Folder
     figures = task.validate()
     settings = ("right", "first", "three", "three_unbiased", "right_coded", "three_coded")
     assert set(figures) == {f"{metric}_{name}" for metric in ("loss", "f1", "em", "abstentions") for name in settings}
-    task._blocks.generate = lambda questions, **_: [task.prompt.answer(ABSTENTION)[:-1]] * len(questions)  # type: ignore[method-assign]
+    task._answering[0].generate = lambda questions, *_, **__: [ABSTENTION] * len(questions)  # type: ignore[method-assign]
     assert task.validate()["abstentions_right"] == 1.0
 
 
@@ -186,11 +216,11 @@ class TestRefusals:
         [
             {"packs": {"documents": []}},
             {"packs": {"documents": [0]}},
-            {"codec": {"rates": []}},
-            {"codec": {"rates": [0]}},
+            {"codec": {"compression": []}},
+            {"codec": {"compression": [0]}},
             {"turn": "{document}"},
             {"codec": {"group": 3}},
-            {"codec": {"group": 1, "rates": [100_000]}},
+            {"codec": {"compression": [100_000]}},
             {"trainer": {"steps": 1, "batch_size": 1, "learning_rate": 1.0, "parallel": "fsdp"}},
         ],
     )
