@@ -312,8 +312,8 @@ class MACModel(nn.Module, ABC):
         """For each question the number of tokens of phi* that the LM runs over with the prompt; 0 by default."""
         return [0] * len(phi)
 
-    def _prompt_ids(self, prompt: FittedPrompt, phi: Phi | None) -> Sequence[int]:
-        """The token ids that the LM reads after its memory, or without one."""
+    def ids_read(self, prompt: FittedPrompt, *, with_memory: bool) -> Sequence[int]:
+        """The token ids of a prompt that the LM reads after its memory, or without one."""
         return prompt.ids
 
     @property
@@ -437,7 +437,7 @@ class MACModel(nn.Module, ABC):
         answers = [""] * len(fitted)
         for rows in self._batches(fitted, modulation):
             texts = self.base_lm.generate(
-                [self._prompt_ids(fitted[i], modulation) for i in rows],
+                [self.ids_read(fitted[i], with_memory=modulation is not None) for i in rows],
                 None if modulation is None else self._modulation(modulation[rows]),
                 max_new_tokens=max_new_tokens or self.config.max_new_tokens,
                 num_beams=num_beams,
@@ -522,7 +522,7 @@ class MACModel(nn.Module, ABC):
         found = [torch.empty(0)] * len(prompts)
         for rows in self._batches(prompts, phi):
             losses = self.base_lm.token_losses(
-                [self._prompt_ids(prompts[i], phi) for i in rows],
+                [self.ids_read(prompts[i], with_memory=phi is not None) for i in rows],
                 [answers[i][: self._positions - taken(prompts[i].ids)] for i in rows],
                 None if phi is None else self._modulation(phi[rows]),
             )
@@ -572,7 +572,7 @@ class MACModel(nn.Module, ABC):
         """Yields the answer to one question piece by piece; arguments as for `generate`, with phi* `[1, T, D]`."""
         [fitted] = self._as_fitted([prompt], [contexts])
         yield from self.base_lm.stream(
-            self._prompt_ids(fitted, modulation),
+            self.ids_read(fitted, with_memory=modulation is not None),
             None if modulation is None else self._modulation(modulation),
             max_new_tokens=max_new_tokens or self.config.max_new_tokens,
             weights=self._weights([fitted], memory_weight),

@@ -418,8 +418,8 @@ class OwnKVModel(MACModel, kind="own-kv", config_class=OwnKVConfig):
             [[row.bias for row in rows] for rows in phi.rows],
         )
 
-    def _prompt_ids(self, prompt: FittedPrompt, phi: Any) -> Sequence[int]:
-        return prompt.ids if phi is None else prompt.after_memory
+    def ids_read(self, prompt: FittedPrompt, *, with_memory: bool) -> Sequence[int]:
+        return prompt.after_memory if with_memory else prompt.ids
 
     def _weights(self, prompts: Sequence[FittedPrompt], memory_weight: float | None) -> None:
         if memory_weight not in (None, 1.0):
