@@ -119,7 +119,9 @@ def _rows(
     from eval.harness.protocol import summarize
     from eval.harness.results import Quote
     from mac_rag.data.metrics import normalize
+    from mac_rag.lm.prompt import FittedPrompt
     from mac_rag.progress import progress_bar
+    from mac_rag.retrieval.base import Hit
     from mac_rag.sources import texts_read
     from pipelines.tasks.calibrate import RIGHT
 
@@ -133,7 +135,8 @@ def _rows(
     named, quotes = [], []
     with progress_bar("sources", len(right)) as bar:
         for question, answer in right:
-            read = texts_read(answer.document_ids, [texts[one] for one in answer.document_ids], answer.contexts)
+            hits = [Hit(one, texts[one], 0.0) for one in answer.document_ids]
+            read = texts_read(hits, FittedPrompt(question.question, (), answer.contexts))
             sources = engine.sources(question.question, answer.text, most=_RANKED, texts=read)
             words = f" {normalize(answer.text)} "
             holders = frozenset(document_id for document_id, text in normalized.items() if words in text)

@@ -5,7 +5,7 @@ Several calls of `MACEngine.answer` may share a batch. Bad input in one call is 
 
 from __future__ import annotations
 
-from collections.abc import Container, Hashable, Sequence
+from collections.abc import Callable, Container, Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal, TypeAlias
 
@@ -115,15 +115,13 @@ class _Prepared:
         call: index of its call.
         place: index of the question in that call.
         prompt: its prompt.
-        document_ids: ids of the retrieved documents.
-        texts: documents whose texts are in the prompt, where they may be truncated.
+        hits: its documents.
     """
 
     call: int
     place: int
     prompt: FittedPrompt
-    document_ids: tuple[str, ...]
-    texts: Contexts
+    hits: Contexts
 
 
 def answer_calls(
@@ -213,11 +211,10 @@ def _prepared(
         raise contexts
     prepared = []
     for place, (question, hits) in enumerate(zip(call.questions, contexts, strict=True)):
-        prompt = fitted(reader, question, hits, settings.use_memory, settings.overflow, settings.max_new_tokens)
-        read = {name for name, _ in prompt.read}
-        document_ids = tuple(hit.document_id for hit in hits if hit.document_id)
-        texts = tuple(hit for hit in hits if hit.document_id not in read)
-        prepared.append(_Prepared(number, place, prompt, document_ids, texts))
+        prompt = fitted(
+            reader, question, hits, settings.use_memory, settings.allowed, settings.overflow, settings.max_new_tokens
+        )
+        prepared.append(_Prepared(number, place, prompt, hits))
     return prepared
 
 
@@ -226,17 +223,25 @@ def fitted(
     question: str | FittedPrompt,
     hits: Contexts,
     use_memory: bool,
+    allowed: Container[str] | None,
     overflow: Literal["error", "truncate"],
     max_new_tokens: int | None,
 ) -> FittedPrompt:
     """The prompt of a question: documents that the reader reads from the bank are not in it; see `Reader.apart`."""
     if isinstance(question, FittedPrompt):
         return question
-    read, texts = reader.apart(hits) if use_memory else ([], list(hits))
-    prompt = reader.model.fit_to_window(
-        question, [hit.text for hit in texts], overflow=overflow, max_new_tokens=max_new_tokens
-    )
-    return replace(prompt, read=tuple(read)) if read else prompt
+
+    def write(texts: Sequence[str]) -> FittedPrompt:
+        return reader.model.fit_to_window(question, texts, overflow=overflow, max_new_tokens=max_new_tokens)
+
+    return written(write, *(reader.apart(hits, allowed) if use_memory else ([], hits)))
+
+
+def written(
+    write: Callable[[Sequence[str]], FittedPrompt], read: Sequence[tuple[str, float]], others: Sequence[Hit]
+) -> FittedPrompt:
+    """The prompt that `write` makes from the texts of other documents than those that are read from the bank."""
+    return replace(write([hit.text for hit in others]), read=tuple(read))
 
 
 def _answered(batch: Sequence[_Prepared], settings: Settings, reader: Reader) -> list[Answer]:
@@ -260,13 +265,18 @@ def _answered(batch: Sequence[_Prepared], settings: Settings, reader: Reader) ->
         questions = [prompt.question for prompt in prompts]
         mass = None if aggregated is None else aggregated.mass
         masses = None if mass is None else reader.by_document(mass, settings.allowed)
-        read = [
-            texts_read([hit.document_id for hit in hits], [hit.text for hit in hits], one.prompt.contexts)
-            for one, hits in ((one, [hit for hit in one.texts if hit.document_id]) for one in batch)
-        ]
+        read = [texts_read(one.hits, one.prompt) for one in batch]
         sources = find_sources(questions, texts, read, masses, reader.bank, settings.sources)
     answers = [
-        Answer(text, one.prompt.contexts, one.document_ids, one.prompt.truncated, share, unread, found)
+        Answer(
+            text,
+            one.prompt.contexts,
+            tuple(hit.document_id for hit in one.hits if hit.document_id),
+            one.prompt.truncated,
+            share,
+            unread,
+            found,
+        )
         for one, text, share, found in zip(batch, texts, discarded, sources, strict=True)
     ]
     if settings.min_confidence is None:

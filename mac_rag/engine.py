@@ -30,6 +30,7 @@ from mac_rag.asking import (
     evidence_from,
     fitted,
     group_of,
+    written,
 )
 from mac_rag.bank.bank import MemoryBank
 from mac_rag.bank.bm25 import BankBM25Retriever
@@ -413,7 +414,7 @@ class MACEngine:
             [hits] = contexts_of(
                 [question], None if contexts is None else [contexts], retriever, self.k if k is None else k, allowed
             )
-            prompt = fitted(self._reader, question, hits, use_memory, overflow, max_new_tokens)
+            prompt = fitted(self._reader, question, hits, use_memory, allowed, overflow, max_new_tokens)
             phi = aggregate_prompts(self._reader, [prompt], allowed).phi if use_memory else None
             pieces = self.model.stream(
                 prompt,
@@ -485,6 +486,35 @@ class MACEngine:
                 return [[] for _ in questions]
             return found.retrieve(questions, self.k if k is None else k, allowed=self._known(allowed, moment))
 
+    def fit(
+        self,
+        hits: Sequence[Hit],
+        write: Callable[[Sequence[str]], FittedPrompt],
+        *,
+        use_memory: bool = True,
+        allowed: Container[str] | None = None,
+        as_of: AsOf = None,
+    ) -> FittedPrompt:
+        """A prompt with documents for `answer`; those that the model reads from the bank do not stand in it.
+
+        Args:
+            hits: the documents, the best first; the id of one that is only known by its text is empty. Such a text may
+                be several documents with blank lines between them.
+            write: makes the prompt from the texts that stand in it, by `MACModel.fit_to_window` or `fit_conversation`.
+            use_memory, allowed, as_of: as `answer` takes them.
+
+        Raises:
+            DataError: for an `as_of` that is not a date.
+            FingerprintError: if another model wrote the bank.
+            MACError: as `write`.
+        """
+        if not (hits and use_memory and isinstance(self.model, OwnKVModel)):  # others read all documents in the prompt
+            return written(write, [], hits)
+        moment = moment_of_question(as_of)
+        with self._queue.turn(), self._question():
+            read, others = self._reader.apart(hits, self._known(allowed, moment))
+        return written(write, read, others)
+
     def aggregate(
         self, questions: Sequence[str], allowed: Container[str] | None = None, *, as_of: AsOf = None
     ) -> Tensor:
@@ -527,7 +557,7 @@ class MACEngine:
 
     def sources(
         self,
-        question: str,
+        question: str | FittedPrompt,
         answer: str | None = None,
         *,
         most: int = 5,
@@ -541,7 +571,7 @@ class MACEngine:
         `MACEngine.answer` does this for many questions at once. Use this method for a streamed answer.
 
         Args:
-            question: the question.
+            question: the question, or the prompt that asks it.
             answer: the answer; None if it is not known, and then no sentence is named.
             most: most sources to return.
             texts: document id -> text as the LM read it in front of the question, the best first.
@@ -554,9 +584,14 @@ class MACEngine:
             DataError: for an `as_of` that is not a date.
         """
         moment = moment_of_question(as_of)
+        prompt = question if isinstance(question, FittedPrompt) else FittedPrompt(question, (), ())
         with self._queue.turn(), self._question():
-            masses = self._reader.document_mass([question], self._known(allowed, moment)) if use_memory else None
-            return find_sources([question], [answer], [texts or {}], masses, self._seen, most)[0]
+            known, masses = self._known(allowed, moment), None
+            if use_memory:
+                mass = aggregate_prompts(self._reader, [prompt], known, mass=True).mass
+                assert mass is not None
+                masses = self._reader.by_document(mass, known)
+            return find_sources([prompt.question], [answer], [texts or {}], masses, self._seen, most)[0]
 
     def evidence(
         self,

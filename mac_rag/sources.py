@@ -23,6 +23,8 @@ from mac_rag.bank.interface import BankContents
 from mac_rag.data.dates import date_in, moment_of, written
 from mac_rag.data.types import Source
 from mac_rag.errors import DataError
+from mac_rag.lm.prompt import FittedPrompt
+from mac_rag.retrieval.base import Hit
 
 _WORD = re.compile(r"\w+")
 # A sentence ends after . ! or ? if a capital letter, a digit or a quotation mark follows, and at an empty line. It does
@@ -75,22 +77,25 @@ def find_sources(
     return sources
 
 
-def texts_read(document_ids: Sequence[str], texts: Sequence[str], contexts: Sequence[str]) -> dict[str, str]:
-    """Document id -> the text that the LM reads of it, for each retrieved document.
+def texts_read(hits: Sequence[Hit], prompt: FittedPrompt) -> dict[str, str]:
+    """Document id -> the text that the LM reads of it, for each retrieved document, from its prompt or from the bank.
 
     Blank documents, documents left out to fit the window, and texts that were not retrieved are not included.
 
     Args:
-        document_ids: ids of the retrieved documents, the best first.
-        texts: their texts.
-        contexts: the texts in front of the question: the first of `texts`, the last one possibly truncated.
+        hits: the retrieved documents, the best first.
+        prompt: the prompt with them. Its `contexts` are the texts of the first ones, the last one possibly truncated.
 
     Examples:
-        >>> texts_read(["bridge", "river", "museum"], ["It opened.", "A ferry.", "It closed."], ["It opened.", "A fe"])
+        >>> hits = [Hit("bridge", "It opened.", 3.0), Hit("river", "A ferry.", 2.0), Hit("museum", "It closed.", 1.0)]
+        >>> texts_read(hits, FittedPrompt("What opened?", (), ("It opened.", "A fe"), truncated=True))
         {'bridge': 'It opened.', 'river': 'A fe'}
     """
-    known = [document_id for document_id, text in zip(document_ids, texts) if text.strip()]
-    return dict(zip(known, (text for text in contexts if text.strip())))
+    from_bank = {name for name, _ in prompt.read}
+    contexts = iter([text for text in prompt.contexts if text.strip()])
+    known = [hit for hit in hits if hit.document_id and hit.text.strip()]
+    texts = {hit.document_id: hit.text if hit.document_id in from_bank else next(contexts, "") for hit in known}
+    return {name: text for name, text in texts.items() if text}
 
 
 def source_record(source: Source, answer: str | None = None) -> dict[str, Any]:

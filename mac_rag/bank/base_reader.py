@@ -148,11 +148,15 @@ class Reader(ABC):
             BankError: see `aggregate`.
         """
 
-    def apart(self, hits: Sequence[Hit]) -> tuple[list[tuple[str, float]], list[Hit]]:
+    def apart(
+        self, hits: Sequence[Hit], allowed: Container[str] | None = None
+    ) -> tuple[list[tuple[str, float]], list[Hit]]:
         """Divides retrieved documents into those that are read from the bank and those that stand in the prompt.
 
         Args:
-            hits: the documents, the best first; the id of one that is only known by its text is empty.
+            hits: the documents, the best first; the id of one that is only known by its text is empty. Such a text may
+                be several documents with blank lines between them.
+            allowed: ids of the documents that may be read from the bank; None for all.
 
         Returns:
             Id and bias of the first ones, which `aggregate` takes; and the others: by default all.

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+import re
 from collections import OrderedDict
 from collections.abc import Container, Iterator, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -19,7 +21,8 @@ from mac_rag.model import OwnKVModel, ReadRow, ReadRows
 from mac_rag.retrieval.base import Hit, Retriever
 from mac_rag.retrieval.bm25 import BM25Retriever
 
-_ALIKE = 3  # documents among which one with the same text is looked for
+_ALIKE = 8  # documents among which one with the same text is looked for
+_BLANK_LINE = re.compile(r"\n\s*\n\s*")
 _CANDIDATES = 64  # documents that the prior finds for a question; a budget of tokens rarely holds as many
 # Of what another retriever than BM25 has found, only the order says how probable a document is: the bias is this
 # number times the logarithm of the rank.
@@ -100,16 +103,18 @@ class OwnKVReader(Reader):
     def prior_evidence(self, questions: Sequence[str], allowed: Container[str] | None = None) -> None:
         return None
 
-    def apart(self, hits: Sequence[Hit]) -> tuple[list[tuple[str, float]], list[Hit]]:
-        named = [hit if hit.document_id else self._named(hit) for hit in hits]
-        biased = self._biased(named, self._by_rank)
-        read, others = [], []
-        for hit, name, bias in zip(hits, named, biased, strict=True):
-            if self._holds(name):
-                read.append(bias)
+    def apart(
+        self, hits: Sequence[Hit], allowed: Container[str] | None = None
+    ) -> tuple[list[tuple[str, float]], list[Hit]]:
+        parts = [part for hit in hits for part in ([hit] if hit.document_id else self._parts(hit, allowed))]
+        read: dict[str, float] = {}
+        others = []
+        for part, (name, bias) in zip(parts, self._biased(parts, self._by_rank), strict=True):
+            if (allowed is None or name in allowed) and self._holds(part):
+                read.setdefault(name, bias)
             else:
-                others.append(hit)
-        return read, others
+                others.append(part)
+        return list(read.items()), others
 
     def _holds(self, hit: Hit) -> bool:
         """True if the bank holds a document with this text."""
@@ -118,11 +123,35 @@ class OwnKVReader(Reader):
         entry = self.bank[hit.document_id]
         return entry.members[entry.place(hit.document_id)].matches(hit.text)
 
-    def _named(self, hit: Hit) -> Hit:
-        """The document of the bank with this text; the same without an id if there is none."""
+    def _parts(self, hit: Hit, allowed: Container[str] | None) -> list[Hit]:
+        """The documents of the bank in a text, and what stands between them."""
         text = hit.text.strip()
-        [alike] = self._prior.retrieve([text], _ALIKE) if text else [[]]
-        return next((one for one in alike if one.text.strip() == text), hit)
+        if not text:
+            return [hit]
+        blank = [match.span() for match in _BLANK_LINE.finditer(text)]
+        starts, ends = [0, *(end for _, end in blank)], [*(start for start, _ in blank), len(text)]
+        paragraphs = [text[start:end] for start, end in zip(starts, ends, strict=True)]
+        asked = list(dict.fromkeys([text, *paragraphs]))
+        found = dict(zip(asked, self._prior.retrieve(asked, _ALIKE, allowed=allowed), strict=True))
+        parts: list[Hit] = []
+        done = 0
+        for start, paragraph in zip(starts, paragraphs, strict=True):
+            here = [
+                (end, one)
+                for one in (*found[paragraph], *found[text])
+                if text.startswith(one.text.strip(), start)
+                and (end := start + len(one.text.strip())) in ends
+                and self._holds(one)
+            ]
+            if start < done or not here:
+                continue
+            if between := text[done:start].strip():
+                parts.append(replace(hit, text=between))
+            done, document = max(here, key=lambda one: one[0])
+            parts.append(replace(document, score=hit.score))
+        if not parts:
+            return [hit]
+        return [*parts, replace(hit, text=text[done:].strip())] if done < len(text) else parts
 
     def _biased(self, hits: Sequence[Hit], by_rank: bool) -> list[tuple[str, float]]:
         """Id and bias of retrieved documents."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Annotated
 
@@ -89,13 +89,13 @@ class Conversation:
         engine: answers the questions.
 
     Attributes:
-        question: the last question that was answered; None before the first.
+        question: the prompt of the last question that was answered; None before the first.
         answer: its answer.
         read: document id -> text as the LM read it, for the documents retrieved for it.
     """
 
     def __init__(self, engine: MACEngine) -> None:
-        self.question: str | None = None
+        self.question: FittedPrompt | None = None
         self.answer = ""
         self.read: dict[str, str] = {}
         self.engine = engine
@@ -112,18 +112,17 @@ class Conversation:
         engine = self.engine
         engine.refresh()
         hits = [] if engine.retriever is None else engine.retriever.retrieve([question], engine.k)[0]
-        texts = [hit.text for hit in hits]
-        prompt = self._prompt(question, texts)
+        prompt = engine.fit(hits, lambda texts: self._prompt(question, texts))
         pieces = []
         for piece in engine.stream(prompt):
             pieces.append(piece)
             say(piece, lines=True, nl=False, reset=False)
         say("")
-        self.question, self.answer = question, "".join(pieces)
-        self.read = texts_read([hit.document_id for hit in hits], texts, prompt.contexts)
+        self.question, self.answer = prompt, "".join(pieces)
+        self.read = texts_read(hits, prompt)
         self._exchanges = [*self._exchanges, (question, self.answer)][-_MOST_EXCHANGES:]
 
-    def _prompt(self, question: str, texts: list[str]) -> FittedPrompt:
+    def _prompt(self, question: str, texts: Sequence[str]) -> FittedPrompt:
         """The prompt: documents, then the question; in a chat, first as many of the last exchanges as fit."""
         from mac_rag.lm.chat import Message
 

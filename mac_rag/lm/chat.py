@@ -235,7 +235,7 @@ class ChatPromptEncoder(PromptEncoder):
         while room is not None and len(ids) > room and texts:
             left -= len(ids) - room
             texts = [text for text, _ in self.shortened(contexts, documents, left)] if left > 0 else []
-            ids = self.chat.ids(self.turns(_with_shorter(messages, contexts, texts)))
+            ids = self.chat.ids(self.turns(with_shorter(messages, contexts, texts)))
         return FittedPrompt(question, tuple(ids), tuple(texts), truncated=texts != list(contexts))
 
     def turns(self, messages: Sequence[Message]) -> list[Message]:
@@ -256,7 +256,7 @@ class ChatPromptEncoder(PromptEncoder):
         return turns
 
 
-def _with_shorter(messages: Sequence[Message], contexts: Sequence[str], texts: Sequence[str]) -> list[Message]:
+def with_shorter(messages: Sequence[Message], contexts: Sequence[str], texts: Sequence[str]) -> list[Message]:
     """The messages with `contexts` replaced by `texts`; contexts beyond the last text are removed."""
     kept = [*texts, *[""] * (len(contexts) - len(texts))]
     shorter = []

@@ -38,7 +38,7 @@ from mac_rag.lm.attention_sink import key_rotation
 from mac_rag.lm.base_lm import BaseLM
 from mac_rag.lm.batching import length_buckets
 from mac_rag.lm.block_prompt import BlockPrompt
-from mac_rag.lm.chat import ChatPromptEncoder, Message
+from mac_rag.lm.chat import ChatPromptEncoder, Message, with_shorter
 from mac_rag.lm.devices import DeviceMap, default_device
 from mac_rag.lm.loading import load_causal_lm, quiet
 from mac_rag.lm.prompt import FittedPrompt
@@ -475,7 +475,8 @@ class OwnKVModel(MACModel, kind="own-kv", config_class=OwnKVConfig):
         fitted = super().fit_conversation(messages, question=question, contexts=contexts, max_new_tokens=max_new_tokens)
         encoder = self.base_lm.prompts
         assert isinstance(encoder, ChatPromptEncoder)
-        after = self.blocks.conversation(encoder.turns(messages))
+        shorter = with_shorter(messages, contexts, fitted.contexts)
+        after = self.blocks.conversation(encoder.turns(shorter))
         room = self.context_window - (max_new_tokens or self.config.max_new_tokens)
         if len(after) > room:
             raise PromptError(

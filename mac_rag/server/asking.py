@@ -16,7 +16,7 @@ from mac_rag.server.catalog import ServedBank
 from mac_rag.sources import texts_read
 
 if TYPE_CHECKING:
-    from mac_rag.data.types import Answer, Source
+    from mac_rag.data.types import Source
     from mac_rag.server.metrics import Metrics
 
 
@@ -121,11 +121,10 @@ class Asking:
             MACError: as `MACEngine.answer`.
         """
         like = questions[0]
-        prompt, hits = self._conversation(like)
+        prompts = [self._prompt(question) for question in questions] if self._retrieves(like) else None
         with self._metrics.part("answer"):
             answers = self._engine(like).answer(
-                [question.text for question in questions] if prompt is None else [prompt],
-                contexts=None if like.hits is None or prompt is not None else list(map(_texts, questions)),
+                [question.text for question in questions] if prompts is None else [prompt for prompt, _ in prompts],
                 use_memory=like.remembers,
                 use_retriever=like.use_retriever,
                 k=like.k,
@@ -135,18 +134,21 @@ class Asking:
                 overflow="truncate",
                 max_new_tokens=like.max_new_tokens,
                 sampling=like.sampling,
-                sources=0 if prompt is not None or like.hits is not None or like.bank is None else like.sources,
+                sources=0 if prompts is not None or like.bank is None else like.sources,
                 min_confidence=like.min_confidence,
                 cancelled=cancelled,
             )
         replies = []
-        for question, answer in zip(questions, answers, strict=True):
-            reply = self._counted(question, answer.text, self._prompt_tokens(question, answer, prompt))
-            known = hits if prompt is not None else question.hits
-            reply.retrieved = list(answer.document_ids) if known is None else [hit.document_id for hit in known]
-            reply.sources = answer.sources
-            if known is not None:
-                reply.sources = self._sources(question, answer.said, known, answer.contexts)
+        for place, (question, answer) in enumerate(zip(questions, answers, strict=True)):
+            if prompts is None:
+                used = len(self._alone.model.base_lm.prompts.prompt(question.text, answer.contexts))
+                reply = self._counted(question, answer.text, used)
+                reply.retrieved, reply.sources = list(answer.document_ids), answer.sources
+            else:
+                prompt, hits = prompts[place]
+                reply = self._counted(question, answer.text, len(prompt.ids))
+                reply.retrieved = [hit.document_id for hit in hits]
+                reply.sources = self._sources(question, answer.said, hits, prompt)
             reply.truncated = answer.truncated
             reply.confidence, reply.guess = answer.confidence, answer.guess
             replies.append(reply)
@@ -163,19 +165,10 @@ class Asking:
             yield whole.text
             yield whole
             return
-        engine = self._engine(question)
-        prompt, hits = self._conversation(question)
-        if prompt is None:
-            hits = self._retrieved(question)
-            prompt = engine.model.fit_to_window(
-                question.text,
-                [hit.text for hit in hits],
-                overflow="truncate",
-                max_new_tokens=question.max_new_tokens,
-            )
+        prompt, hits = self._prompt(question)
         pieces = []
         with self._metrics.part("stream"):
-            for piece in engine.stream(
+            for piece in self._engine(question).stream(
                 prompt,
                 use_memory=question.remembers,
                 memory_weight=question.memory_weight,
@@ -188,7 +181,7 @@ class Asking:
                 yield piece
         reply = self._counted(question, "".join(pieces), len(prompt.ids))
         reply.retrieved, reply.truncated = [hit.document_id for hit in hits], prompt.truncated
-        reply.sources = self._sources(question, reply.text, hits, prompt.contexts)
+        reply.sources = self._sources(question, reply.text, hits, prompt)
         yield reply
 
     def search(
@@ -214,19 +207,27 @@ class Asking:
         k = question.bank.engine.k if question.k is None else question.k
         return self.search(question.bank, question.text, k, question.allowed, question.as_of)
 
-    def _conversation(self, question: ServedQuestion) -> tuple[FittedPrompt | None, list[Hit]]:
-        """The prompt of a question with a conversation before it, and its retrieved documents; None without one."""
-        if not question.before or not self.reads_conversations:
-            return None, []
-        hits = self._retrieved(question)
-        texts = [hit.text for hit in hits]
-        prompt = conversation_prompt(self._alone.model, question.before, question.text, texts, question.max_new_tokens)
-        return prompt, hits
+    def _is_conversation(self, question: ServedQuestion) -> bool:
+        return bool(question.before) and self.reads_conversations
 
-    def _prompt_tokens(self, question: ServedQuestion, answer: Answer, prompt: FittedPrompt | None) -> int:
-        if prompt is not None:
-            return len(prompt.ids)
-        return len(self._alone.model.base_lm.prompts.prompt(question.text, answer.contexts))
+    def _retrieves(self, question: ServedQuestion) -> bool:
+        """True if this class retrieves the documents of an answer, and not the engine, for all of a batch at once."""
+        return question.hits is not None or self._is_conversation(question)
+
+    def _prompt(self, question: ServedQuestion) -> tuple[FittedPrompt, list[Hit]]:
+        """The prompt of a question, and its retrieved documents."""
+        model, longest = self._alone.model, question.max_new_tokens
+
+        def write(texts: Sequence[str]) -> FittedPrompt:
+            if self._is_conversation(question):
+                return conversation_prompt(model, question.before, question.text, texts, longest)
+            return model.fit_to_window(question.text, texts, overflow="truncate", max_new_tokens=longest)
+
+        hits = self._retrieved(question)
+        prompt = self._engine(question).fit(
+            hits, write, use_memory=question.remembers, allowed=question.allowed, as_of=question.as_of
+        )
+        return prompt, hits
 
     def _counted(self, question: ServedQuestion, text: str, prompt_tokens: int) -> Reply:
         tokens = len(self._alone.model.base_lm.prompts.texts.ids(text)) if text else 0
@@ -234,23 +235,18 @@ class Asking:
         return Reply(text, prompt_tokens, tokens, tokens >= most)
 
     def _sources(
-        self, question: ServedQuestion, answer: str, hits: Sequence[Hit], contexts: Sequence[str]
+        self, question: ServedQuestion, answer: str, hits: Sequence[Hit], prompt: FittedPrompt
     ) -> tuple[Source, ...]:
-        """The sources of an answer if this class retrieved its documents; `contexts`: the texts that the LM read."""
+        """The sources of an answer if this class retrieved its documents."""
         if question.bank is None or not question.sources:
             return ()
-        read = texts_read([hit.document_id for hit in hits], [hit.text for hit in hits], contexts)
         with self._metrics.part("sources"):
             return question.bank.engine.sources(
-                question.text,
+                prompt,
                 answer,
                 most=question.sources,
-                texts=read,
+                texts=texts_read(hits, prompt),
                 use_memory=question.remembers,
                 allowed=question.allowed,
                 as_of=question.as_of,
             )
-
-
-def _texts(question: ServedQuestion) -> list[str]:
-    return [hit.text for hit in question.hits or ()]

@@ -42,6 +42,7 @@ from mac_rag.integrations.langchain.documents import WhereMetadata, check_names,
 from mac_rag.lm.chat import Message
 from mac_rag.lm.decoding import Sampling
 from mac_rag.lm.prompt import FittedPrompt
+from mac_rag.retrieval.base import Hit
 from mac_rag.sources import source_record, texts_read
 
 
@@ -99,11 +100,15 @@ class ChatCall:
 
 @dataclass(frozen=True)
 class PromptWithDocuments:
-    """A prompt with the documents that were retrieved for it: their ids, and their texts, not truncated."""
+    """A prompt with the documents that were retrieved for it, not truncated."""
 
     prompt: FittedPrompt
-    ids: tuple[str, ...]
-    texts: tuple[str, ...]
+    hits: tuple[Hit, ...]
+
+    @property
+    def ids(self) -> tuple[str, ...]:
+        """Ids of the retrieved documents."""
+        return tuple(hit.document_id for hit in self.hits if hit.document_id)
 
 
 logger = logging.getLogger(__name__)
@@ -336,16 +341,18 @@ class ChatMAC(BaseChatModel):
     def _read(self, call: ChatCall) -> PromptWithDocuments:
         """The prompt that the LM reads, and the documents retrieved for it."""
         engine, longest = self.engine, call.options.max_new_tokens
-        ids: tuple[str, ...] = ()
-        texts = call.contexts
-        if texts is None:
+        if call.contexts is None:
             [hits] = engine.retrieve([call.question], k=call.settings.k, **call.influence)
-            ids, texts = tuple(hit.document_id for hit in hits), tuple(hit.text for hit in hits)
-        if self.reads_instructions:
-            prompt = conversation_prompt(engine.model, call.before, call.question, texts, longest)
         else:
-            prompt = engine.model.fit_to_window(call.question, texts, overflow="truncate", max_new_tokens=longest)
-        return PromptWithDocuments(prompt, ids, texts)
+            hits = [Hit("", text, 0.0) for text in call.contexts]
+
+        def write(texts: Sequence[str]) -> FittedPrompt:
+            if self.reads_instructions:
+                return conversation_prompt(engine.model, call.before, call.question, texts, longest)
+            return engine.model.fit_to_window(call.question, texts, overflow="truncate", max_new_tokens=longest)
+
+        prompt = engine.fit(hits, write, use_memory=call.memory, **call.influence)
+        return PromptWithDocuments(prompt, tuple(hits))
 
     def _answered(self, call: ChatCall) -> AIMessage:
         if self.reads_instructions:
@@ -395,10 +402,10 @@ class ChatMAC(BaseChatModel):
         if not call.settings.sources or not (call.memory or read.ids):
             return {}
         sources: tuple[Source, ...] = self.engine.sources(
-            call.question,
+            read.prompt,
             answer.guess or answer.text,
             most=call.settings.sources,
-            texts=texts_read(read.ids, read.texts, read.prompt.contexts),
+            texts=texts_read(read.hits, read.prompt),
             use_memory=call.memory,
             **call.influence,
         )

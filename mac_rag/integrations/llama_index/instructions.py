@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import re
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -189,7 +189,7 @@ class Request:
 
     Attributes:
         question: the question to answer.
-        contexts: texts to answer from, or a `FittedPrompt`; None if the template has no slot for contexts.
+        contexts: texts to answer from, or a `FittedPrompt` with them; None if the template has no slot for contexts.
         messages: the conversation that asks the question, whose wording the LM reads; None if the LM reads question and
             contexts only.
         settled: the answer, if it is known without the model; None if the model has to answer.
@@ -257,6 +257,7 @@ _ROLES = {
 }
 _QUESTION_SLOTS = ("query_str", "question", "query")  # the names that LlamaIndex's components use
 _CONTEXTS = ("context_msg", "context_str")
+_IN_MEMORY = "(the context above)"  # in a template, in place of documents that the LM reads from the bank
 
 
 def plain_messages(messages: Sequence[ChatMessage]) -> list[PlainMessage]:
@@ -271,22 +272,42 @@ def plain_messages(messages: Sequence[ChatMessage]) -> list[PlainMessage]:
     ]
 
 
-def read_template(llm: LLM, prompt: BasePromptTemplate, prompt_args: Mapping[str, Any]) -> Request | None:
-    """A filled prompt template as a conversation with its wording; None for a template that is nothing but slots.
+@dataclass(frozen=True)
+class FilledTemplate:
+    """A prompt template with its wording, for an LM that reads it.
 
-    The question in the slots, or else the last message, queries the memory. A context in the slots may be truncated if
-    the conversation exceeds the LM's window.
+    Attributes:
+        question: the question in the slots, which queries the memory; empty for the last message.
+        texts: the contexts in the slots.
+        fill: the messages with these contexts, or with some of them.
     """
+
+    question: str
+    texts: tuple[str, ...]
+    fill: Callable[[Sequence[str]], Sequence[ChatMessage]]
+
+
+def read_template(llm: LLM, prompt: BasePromptTemplate, prompt_args: Mapping[str, Any]) -> FilledTemplate | None:
+    """A prompt template with its values; None for one that is nothing but slots, and for a `FittedPrompt` in a slot."""
     values = {**prompt.kwargs, **prompt_args}
     if _is_slots(llm, prompt) or any(isinstance(value, FittedPrompt) for value in values.values()):
         return None
     questions = [values[name] for name in _QUESTION_SLOTS if isinstance(values.get(name), str)]
-    context = next((values[name] for name in _CONTEXTS if name in values), ())
-    texts = [context] if isinstance(context, str) else [str(text) for text in context]
-    messages = llm._get_messages(prompt, **prompt_args)
-    return Request(next(iter(questions), ""), tuple(text for text in texts if text.strip()), messages=tuple(messages))
+    slot = next((name for name in _CONTEXTS if name in values), None)
+    context = () if slot is None else values[slot]
+    given = [context] if isinstance(context, str) else [str(text) for text in context]
+    texts = tuple(text for text in given if text.strip())
+
+    def fill(some: Sequence[str]) -> Sequence[ChatMessage]:
+        left = {} if slot is None or tuple(some) == texts else {slot: "\n\n".join([_IN_MEMORY, *some])}
+        messages: Sequence[ChatMessage] = llm._get_messages(prompt, **{**prompt_args, **left})
+        return messages
+
+    return FilledTemplate(next(iter(questions), ""), texts, fill)
 
 
 def _is_slots(llm: LLM, prompt: BasePromptTemplate) -> bool:
+    """True for a template without any wording, to which no output parser adds some."""
     wording: str = prompt.get_template(llm=llm)
-    return "query_str" in prompt.template_vars and not re.sub(r"\{\w+\}", "", wording).strip()
+    parses = prompt.output_parser is not None or llm.output_parser is not None
+    return not parses and "query_str" in prompt.template_vars and not re.sub(r"\{\w+\}", "", wording).strip()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from datetime import datetime
@@ -55,6 +55,7 @@ from mac_rag.integrations.framework import (
 from mac_rag.integrations.llama_index.component import FilteringComponent
 from mac_rag.integrations.llama_index.instructions import (
     FRAMEWORK,
+    FilledTemplate,
     Request,
     check_template,
     plain_messages,
@@ -65,6 +66,7 @@ from mac_rag.integrations.llama_index.instrumentation import NodeReader, listen,
 from mac_rag.lm.decoding import GREEDY, Sampling
 from mac_rag.lm.prompt import FittedPrompt
 from mac_rag.model import MACModel
+from mac_rag.retrieval.base import Hit
 
 dispatcher = get_dispatcher(__name__)
 
@@ -218,11 +220,16 @@ class MACLLM(CustomLLM, FilteringComponent, NodeReader):
 
     # -- the engine --
 
+    @property
+    def answers_from_memory(self) -> bool:
+        """True if the bank has influence on answers."""
+        return self.remembers if self.use_memory is None else self.use_memory
+
     def _settings(self, request: Request, options: Options) -> dict[str, Any]:
         """Keyword arguments for one call of the engine; raises if there is nothing to answer from."""
         engine, contexts = self.engine, request.contexts
         engine.bank.check_model(engine.model.fingerprint)
-        use_memory = self.remembers if self.use_memory is None else self.use_memory
+        use_memory = self.answers_from_memory
         retrieves = contexts is None and engine.retriever is not None
         texts = contexts.contexts if isinstance(contexts, FittedPrompt) else contexts
         if self.use_memory is None and not (use_memory or texts or retrieves or self.reads_instructions):
@@ -242,7 +249,8 @@ class MACLLM(CustomLLM, FilteringComponent, NodeReader):
     def fit_to_window(self, question: str, texts: Sequence[str], max_new_tokens: int | None = None) -> FittedPrompt:
         """Builds a prompt of question and texts that fits the LM's window.
 
-        If texts are truncated or left out, it fires a `DocumentsTruncatedEvent`, and the first time it logs a warning.
+        Documents that the model reads from the bank do not stand in it (see `MACEngine.fit`). If texts are truncated or
+        left out, it fires a `DocumentsTruncatedEvent`, and the first time it logs a warning.
 
         Args:
             question: the question.
@@ -253,21 +261,39 @@ class MACLLM(CustomLLM, FilteringComponent, NodeReader):
             DocumentError: for an empty question, or one that alone exceeds the window.
         """
         room = max_new_tokens or self.max_new_tokens
-        prompt = self.engine.model.fit_to_window(question, texts, overflow="truncate", max_new_tokens=room)
+
+        def write(some: Sequence[str]) -> FittedPrompt:
+            prompt = self.engine.model.fit_to_window(question, some, overflow="truncate", max_new_tokens=room)
+            return reported(prompt, some)
+
+        return self._fit(texts, write)
+
+    def _fit(self, texts: Sequence[str], write: Callable[[Sequence[str]], FittedPrompt]) -> FittedPrompt:
+        hits = [Hit("", text, 0.0) for text in texts]
+        return self.engine.fit(hits, write, use_memory=self.answers_from_memory, allowed=self.allowed, as_of=self.as_of)
+
+    def _fit_conversation(
+        self, messages: Sequence[ChatMessage], question: str, texts: Sequence[str], max_new_tokens: int | None
+    ) -> FittedPrompt:
+        """A conversation as the LM reads it; `texts` in its messages may be truncated."""
+        prompt = self.engine.model.fit_conversation(
+            read_conversation(plain_messages(messages), FRAMEWORK),
+            question=question or None,
+            contexts=texts,
+            max_new_tokens=max_new_tokens,
+        )
         return reported(prompt, texts)
 
     def _call(self, request: Request, options: Options) -> tuple[str | FittedPrompt, dict[str, Any]]:
         """The arguments of one call of the engine: a fitted prompt, or a question for which it may retrieve."""
         settings, contexts = self._settings(request, options), request.contexts
+        if isinstance(contexts, FittedPrompt):
+            return contexts, settings
         if request.messages is not None:
-            texts = () if contexts is None or isinstance(contexts, FittedPrompt) else contexts
-            conversation = read_conversation(plain_messages(request.messages), FRAMEWORK)
-            question, room = request.question or None, options.max_new_tokens
-            model = self.engine.model
-            fitted = model.fit_conversation(conversation, question=question, contexts=texts, max_new_tokens=room)
-            return reported(fitted, texts), settings
-        if contexts is None or isinstance(contexts, FittedPrompt):
-            return contexts or request.question, settings
+            room = options.max_new_tokens
+            return self._fit_conversation(request.messages, request.question, contexts or (), room), settings
+        if contexts is None:
+            return request.question, settings
         return self.fit_to_window(request.question, contexts, options.max_new_tokens), settings
 
     def _answer(self, request: Request, options: Options) -> Answer:
@@ -306,8 +332,8 @@ class MACLLM(CustomLLM, FilteringComponent, NodeReader):
     def _conversation(self, messages: Sequence[ChatMessage], question: str | None, contexts: Contexts) -> Request:
         if not self.reads_instructions:
             return Request(last_question(plain_messages(messages), FRAMEWORK))
-        texts = () if contexts is None or isinstance(contexts, FittedPrompt) else tuple(contexts)
-        return Request(question or "", texts, messages=tuple(messages))
+        fitted = contexts if isinstance(contexts, FittedPrompt) else tuple(contexts or ())
+        return Request(question or "", fitted, messages=tuple(messages))
 
     # -- questions --
 
@@ -374,7 +400,8 @@ class MACLLM(CustomLLM, FilteringComponent, NodeReader):
         Args:
             messages: the conversation.
             question: the question that queries the memory; None for the last message.
-            contexts: texts in the messages that may be truncated if the conversation exceeds the LM's window.
+            contexts: texts in the messages that may be truncated if the conversation exceeds the LM's window; or the
+                prompt that the LM reads in place of the messages.
             kwargs: options as `complete` takes them.
 
         Raises:
@@ -442,7 +469,7 @@ class MACLLM(CustomLLM, FilteringComponent, NodeReader):
         request = self._request(prompt, prompt_args)
         answer = request.settled
         if answer is None and request.messages is not None:
-            answer = self._parse_output(self.chat(request.messages, **_chat_arguments(request)).message.content or "")
+            answer = self._parse_output(self.chat(request.messages, contexts=request.contexts).message.content or "")
         elif answer is None:
             answer = self.complete(request.question, formatted=True, contexts=request.contexts).text
         dispatcher.event(LLMPredictEndEvent(output=answer))
@@ -450,10 +477,10 @@ class MACLLM(CustomLLM, FilteringComponent, NodeReader):
 
     async def apredict(self, prompt: BasePromptTemplate, **prompt_args: Any) -> str:
         """As `predict`."""
-        request = self._request(prompt, prompt_args)
+        request = await in_thread(self._request, prompt, prompt_args)
         answer = request.settled
         if answer is None and request.messages is not None:
-            response = await self.achat(request.messages, **_chat_arguments(request))
+            response = await self.achat(request.messages, contexts=request.contexts)
             answer = self._parse_output(response.message.content or "")
         elif answer is None:
             answer = (await self.acomplete(request.question, formatted=True, contexts=request.contexts)).text
@@ -466,19 +493,19 @@ class MACLLM(CustomLLM, FilteringComponent, NodeReader):
         if request.settled is not None:
             return (token for token in [request.settled])
         if request.messages is not None:
-            return stream_chat_response_to_tokens(self.stream_chat(request.messages, **_chat_arguments(request)))
+            return stream_chat_response_to_tokens(self.stream_chat(request.messages, contexts=request.contexts))
         return stream_completion_response_to_tokens(
             self.stream_complete(request.question, formatted=True, contexts=request.contexts)
         )
 
     async def astream(self, prompt: BasePromptTemplate, **prompt_args: Any) -> TokenAsyncGen:
         """As `stream`."""
-        request = self._request(prompt, prompt_args)
+        request = await in_thread(self._request, prompt, prompt_args)
         if request.settled is not None:
             return single(request.settled)
         if request.messages is not None:
             return await astream_chat_response_to_tokens(
-                await self.astream_chat(request.messages, **_chat_arguments(request))
+                await self.astream_chat(request.messages, contexts=request.contexts)
             )
         return await astream_completion_response_to_tokens(
             await self.astream_complete(request.question, formatted=True, contexts=request.contexts)
@@ -489,7 +516,8 @@ class MACLLM(CustomLLM, FilteringComponent, NodeReader):
         dispatcher.event(LLMPredictStartEvent(template=prompt, template_args=dict(prompt_args)))
         self._log_template_data(prompt, **prompt_args)
         if self.reads_instructions:
-            request = read_template(self, prompt, prompt_args) or read_slots(prompt, prompt_args)
+            template = read_template(self, prompt, prompt_args)
+            request = read_slots(prompt, prompt_args) if template is None else self._filled(template)
         else:
             if self.output_parser is not None:
                 refuse_structure()
@@ -499,6 +527,13 @@ class MACLLM(CustomLLM, FilteringComponent, NodeReader):
         if texts and self.use_memory is None and not len(self.engine.snapshot):
             warn_of_empty_bank("MACLLM answers from the retrieved texts alone", self.engine.snapshot)
         return request
+
+    def _filled(self, template: FilledTemplate) -> Request:
+        def write(some: Sequence[str]) -> FittedPrompt:
+            return self._fit_conversation(template.fill(some), template.question, some, self.max_new_tokens)
+
+        messages = tuple(template.fill(template.texts))
+        return Request(template.question, self._fit(template.texts, write), messages=messages)
 
     # -- structured output and tools, only for checkpoints that follow instructions --
 
@@ -543,10 +578,6 @@ class MACLLM(CustomLLM, FilteringComponent, NodeReader):
         if not self.reads_instructions:
             refuse_structure()
         return await super().apredict_and_call(*args, **kwargs)
-
-
-def _chat_arguments(request: Request) -> dict[str, Any]:
-    return {"question": request.question or None, "contexts": request.contexts}
 
 
 def refuse_structure() -> NoReturn:

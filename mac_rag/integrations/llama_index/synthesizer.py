@@ -41,16 +41,20 @@ class _Synthesis:
     """A synthesis in progress.
 
     Attributes:
-        prompt: question and nodes as the LM reads them.
+        question: the question.
+        texts: the texts of the nodes.
         source_nodes: the nodes that were given.
         from_memory: True if there were no nodes, so that the answer comes from memory alone.
+        prompt: question and nodes as the LM reads them, once they are fitted.
         answers: the answer, once it is known.
         response: the response, once it is made.
     """
 
-    prompt: FittedPrompt
+    question: str
+    texts: list[str]
     source_nodes: list[NodeWithScore]
     from_memory: bool
+    prompt: FittedPrompt | None = None
     answers: list[Answer] = field(default_factory=list)
     response: RESPONSE_TYPE | None = None
 
@@ -134,7 +138,7 @@ class MACSynthesizer(BaseSynthesizer):
         self, query_str: str, text_chunks: Sequence[str], **response_kwargs: Any
     ) -> RESPONSE_TEXT_TYPE:
         """As `get_response`, without blocking the event loop."""
-        return await self._aanswer(self._mac.fit_to_window(query_str, text_chunks))
+        return await self._aanswer(await in_thread(self._mac.fit_to_window, query_str, text_chunks))
 
     @dispatcher.span
     def synthesize(
@@ -152,6 +156,7 @@ class MACSynthesizer(BaseSynthesizer):
         if self._is_empty(nodes):
             return super().synthesize(query, nodes, additional_source_nodes, **response_kwargs)
         with self._synthesis(query, nodes, additional_source_nodes) as work:
+            work.prompt = self._mac.fit_to_window(work.question, work.texts)
             with noting() as work.answers:
                 answer = self._answer(work.prompt)
             return self._respond(work, answer, self._sources(work, answer))
@@ -168,6 +173,7 @@ class MACSynthesizer(BaseSynthesizer):
         if self._is_empty(nodes):
             return await super().asynthesize(query, nodes, additional_source_nodes, **response_kwargs)
         with self._synthesis(query, nodes, additional_source_nodes) as work:
+            work.prompt = await in_thread(self._mac.fit_to_window, work.question, work.texts)
             with noting() as work.answers:
                 answer = await self._aanswer(work.prompt)
             return self._respond(work, answer, await in_thread(self._sources, work, answer))
@@ -175,7 +181,7 @@ class MACSynthesizer(BaseSynthesizer):
     def _is_empty(self, nodes: Sequence[NodeWithScore]) -> bool:
         """True if there are neither nodes nor memory to answer from."""
         llm = self._mac
-        return not nodes and not (llm.remembers if llm.use_memory is None else llm.use_memory)
+        return not nodes and not llm.answers_from_memory
 
     @property
     def _mac(self) -> MACLLM:
@@ -192,8 +198,7 @@ class MACSynthesizer(BaseSynthesizer):
         payload: dict[str, Any] = {EventPayload.QUERY_STR: query.query_str}
         with self._callback_manager.event(CBEventType.SYNTHESIZE, payload=payload) as event:
             texts = [scored.node.get_content(metadata_mode=self._mac.metadata_mode) for scored in nodes]
-            prompt = self._mac.fit_to_window(query.query_str, texts)
-            work = _Synthesis(prompt, [*nodes, *(additional or ())], from_memory=not nodes)
+            work = _Synthesis(query.query_str, texts, [*nodes, *(additional or ())], from_memory=not nodes)
             yield work
             event.on_end(payload={EventPayload.RESPONSE: work.response})
         dispatcher.event(SynthesizeEndEvent(query=query, response=work.response))
@@ -205,13 +210,14 @@ class MACSynthesizer(BaseSynthesizer):
             return ()
         llm = self._mac
         return llm.engine.sources(
-            work.prompt.question, _said(work, answer), most=self._most_sources, allowed=llm.allowed, as_of=llm.as_of
+            work.question, _said(work, answer), most=self._most_sources, allowed=llm.allowed, as_of=llm.as_of
         )
 
     def _respond(self, work: _Synthesis, answer: RESPONSE_TEXT_TYPE, sources: Sequence[Source]) -> RESPONSE_TYPE:
         nodes = [scored for source in sources for scored in source_nodes(source, self._source, self._filed_by)]
         response = self._prepare_response_output(answer, [*work.source_nodes, *nodes])
-        response.metadata = {**(response.metadata or {}), TRUNCATED: work.prompt.truncated}
+        truncated = work.prompt is not None and work.prompt.truncated
+        response.metadata = {**(response.metadata or {}), TRUNCATED: truncated}
         for noted in work.answers:
             response.metadata |= {name: value for name, value in (raw_of(noted) or {}).items() if name != SOURCES}
         if sources:
