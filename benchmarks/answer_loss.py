@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 
@@ -68,7 +68,7 @@ def _report(name: str, model: AmortizedModel, stream: QADataset) -> None:
     own = _loss(model, questions, prompts, model.amortize([texts[each.gold] for each in questions]))
     engine = MACEngine(model)
     adapt(engine, stream.documents)
-    bank = _loss(model, questions, prompts, engine.aggregate([each.question for each in questions]))
+    bank = _loss(model, questions, prompts, cast(Tensor, engine.aggregate([each.question for each in questions])))
     say(f"  memory of its document, {name:<22}{own:.2f}")
     say(f"  memory of all documents, {name:<21}{bank:.2f}")
 

@@ -28,6 +28,7 @@ from mac_rag.model import MACModel, Phi
 from mac_rag.model.calibration import Logistic, Mode
 from mac_rag.progress import progress_bar
 from mac_rag.retrieval.base import Hit, Retriever
+from mac_rag.retrieval.bm25 import BM25Retriever
 from mac_rag.sources import find_sources, support_of, texts_read
 from mac_rag.sync import is_held
 
@@ -147,7 +148,8 @@ def answer_calls(
     retrieved = isolating_errors(lambda some: _contexts_of_calls(some, settings, asked), calls)
     for number, (call, contexts) in enumerate(zip(calls, retrieved, strict=True)):
         try:
-            ready += _prepared(number, call, contexts, settings, reader)
+            scored = call.contexts is None and asked is not None and asked.scored
+            ready += _prepared(number, call, contexts, settings, reader, scored)
         except Exception as error:
             results[number] = error
     ready.sort(key=lambda one: len(one.prompt.question) + sum(map(len, one.prompt.contexts)))
@@ -204,7 +206,7 @@ def _contexts_of_calls(
 
 
 def _prepared(
-    number: int, call: Call, contexts: list[Contexts] | Exception, settings: Settings, reader: Reader
+    number: int, call: Call, contexts: list[Contexts] | Exception, settings: Settings, reader: Reader, scored: bool
 ) -> list[_Prepared]:
     """The questions of one call with their fitted prompts."""
     if isinstance(contexts, Exception):
@@ -212,7 +214,14 @@ def _prepared(
     prepared = []
     for place, (question, hits) in enumerate(zip(call.questions, contexts, strict=True)):
         prompt = fitted(
-            reader, question, hits, settings.use_memory, settings.allowed, settings.overflow, settings.max_new_tokens
+            reader,
+            question,
+            hits,
+            use_memory=settings.use_memory,
+            allowed=settings.allowed,
+            scored=scored,
+            overflow=settings.overflow,
+            max_new_tokens=settings.max_new_tokens,
         )
         prepared.append(_Prepared(number, place, prompt, hits))
     return prepared
@@ -222,8 +231,10 @@ def fitted(
     reader: Reader,
     question: str | FittedPrompt,
     hits: Contexts,
+    *,
     use_memory: bool,
     allowed: Container[str] | None,
+    scored: bool,
     overflow: Literal["error", "truncate"],
     max_new_tokens: int | None,
 ) -> FittedPrompt:
@@ -234,7 +245,7 @@ def fitted(
     def write(texts: Sequence[str]) -> FittedPrompt:
         return reader.model.fit_to_window(question, texts, overflow=overflow, max_new_tokens=max_new_tokens)
 
-    return written(write, *(reader.apart(hits, allowed) if use_memory else ([], hits)))
+    return written(write, *(reader.apart(hits, allowed, scored=scored) if use_memory else ([], hits)))
 
 
 def written(
@@ -326,6 +337,11 @@ class ConsistentRetrieval:
         self._bank = bank
         self._snapshot = snapshot
         self._changes = changes
+
+    @property
+    def scored(self) -> bool:
+        """True if the scores are those of BM25, which say how probable each document is."""
+        return isinstance(self._retriever, BM25Retriever)
 
     def retrieve(self, questions: Sequence[str], k: int, *, allowed: Container[str] | None = None) -> list[list[Hit]]:
         """See `Retriever.retrieve`."""

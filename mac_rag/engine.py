@@ -46,7 +46,7 @@ from mac_rag.data.types import AdaptReport, Answer, Document, Source
 from mac_rag.errors import ConfigError, MACError
 from mac_rag.lm.decoding import GREEDY, Sampling
 from mac_rag.lm.prompt import FittedPrompt
-from mac_rag.model import MACModel, OwnKVModel
+from mac_rag.model import MACModel, OwnKVModel, Phi
 from mac_rag.retrieval.bm25 import BM25Retriever
 from mac_rag.sources import find_sources
 from mac_rag.sync import Reconciliation, SyncedBank
@@ -121,8 +121,7 @@ class MACEngine:
         self._queue = _queue_of(loaded)
         prior = self._prior_of_documents()
         self._seen = self._shared.latest()  # the snapshot that the current question sees
-        by_rank = not isinstance(retriever, BM25Retriever)
-        self._reader = reader_of(loaded, self._seen, self.attention, prior, by_rank=by_rank)
+        self._reader = reader_of(loaded, self._seen, self.attention, prior)
         self._seen.release()
         self._last_known: KnownDocuments | None = None  # cache: from the last question without `allowed`
         if bound is not None and not isinstance(self.bank, MemoryBank):
@@ -134,11 +133,11 @@ class MACEngine:
             with self._shared.changing():
                 self._finish()
 
-    def _prior_of_documents(self) -> Retriever | None:
+    def _prior_of_documents(self) -> BM25Retriever | None:
         """What scores all documents of the bank, for a model whose LM attends to rows: BM25, in the bank's file."""
         if not isinstance(self.model, OwnKVModel) or not isinstance(self.bank, MemoryBank):
             return None
-        if self.retriever is not None and self.retriever.is_in(self.bank):
+        if isinstance(self.retriever, BM25Retriever) and self.retriever.is_in(self.bank):
             return self.retriever
         return BankBM25Retriever(self.bank)
 
@@ -414,7 +413,16 @@ class MACEngine:
             [hits] = contexts_of(
                 [question], None if contexts is None else [contexts], retriever, self.k if k is None else k, allowed
             )
-            prompt = fitted(self._reader, question, hits, use_memory, allowed, overflow, max_new_tokens)
+            prompt = fitted(
+                self._reader,
+                question,
+                hits,
+                use_memory=use_memory,
+                allowed=allowed,
+                scored=contexts is None and retriever is not None and retriever.scored,
+                overflow=overflow,
+                max_new_tokens=max_new_tokens,
+            )
             phi = aggregate_prompts(self._reader, [prompt], allowed).phi if use_memory else None
             pieces = self.model.stream(
                 prompt,
@@ -494,6 +502,7 @@ class MACEngine:
         use_memory: bool = True,
         allowed: Container[str] | None = None,
         as_of: AsOf = None,
+        retriever: Retriever | None = None,
     ) -> FittedPrompt:
         """A prompt with documents for `answer`; those that the model reads from the bank do not stand in it.
 
@@ -502,6 +511,7 @@ class MACEngine:
                 be several documents with blank lines between them.
             write: makes the prompt from the texts that stand in it, by `MACModel.fit_to_window` or `fit_conversation`.
             use_memory, allowed, as_of: as `answer` takes them.
+            retriever: what has found the documents; None for the engine's own, or for texts of anyone.
 
         Raises:
             DataError: for an `as_of` that is not a date.
@@ -512,13 +522,12 @@ class MACEngine:
             return written(write, [], hits)
         moment = moment_of_question(as_of)
         with self._queue.turn(), self._question():
-            read, others = self._reader.apart(hits, self._known(allowed, moment))
+            scored = isinstance(retriever or self.retriever, BM25Retriever) and all(hit.document_id for hit in hits)
+            read, others = self._reader.apart(hits, self._known(allowed, moment), scored=scored)
         return written(write, read, others)
 
-    def aggregate(
-        self, questions: Sequence[str], allowed: Container[str] | None = None, *, as_of: AsOf = None
-    ) -> Tensor:
-        """phi* `[B, T, D]` of each question (equation 1); `allowed` and `as_of` as `answer` takes them.
+    def aggregate(self, questions: Sequence[str], allowed: Container[str] | None = None, *, as_of: AsOf = None) -> Phi:
+        """phi* of each question (equation 1), `[B, T, D]` or the rows that it sees; arguments as `answer` takes them.
 
         Raises:
             BankError: for an empty bank, or if none of its documents is allowed.
@@ -528,7 +537,7 @@ class MACEngine:
         """
         moment = moment_of_question(as_of)
         with self._queue.turn(), self._question():
-            return self._reader.aggregate(questions, self._known(allowed, moment)).tensor
+            return self._reader.aggregate(questions, self._known(allowed, moment)).phi
 
     def document_attention(
         self, questions: Sequence[str], allowed: Container[str] | None = None, *, as_of: AsOf = None

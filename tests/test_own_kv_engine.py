@@ -217,7 +217,7 @@ def test_of_a_long_document_the_parts_that_fit_the_question_come_first(model: Ow
 def chosen_keys(engine: MACEngine, question: str) -> list[int]:
     with reading(engine) as own:
         hits = own._prior.retrieve([question], 5)[0]
-        return [key for key, _ in own._own.chosen(own._candidates(question, own._biased(hits, False)))]
+        return [key for key, _ in own._own.chosen(own._candidates(question, own._biased(hits, True)))]
 
 
 def test_an_index_and_a_bank_change_together(model: OwnKVModel, tmp_path: Path) -> None:
@@ -260,7 +260,6 @@ def test_decoded_rows_are_kept_within_their_bytes(model: OwnKVModel) -> None:
     [
         (lambda engine: engine.answer(QUESTIONS, memory_weight=0.5), "memory_weight is 0.5"),
         (lambda engine: engine.answer(QUESTIONS, num_beams=3), "num_beams is 3"),
-        (lambda engine: engine.aggregate(QUESTIONS), "no aggregation network"),
         (lambda engine: engine.answer(QUESTIONS, min_confidence=0.5), "has no calibration"),
     ],
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -46,9 +47,11 @@ class Costs:
                 over the sample.
         """
         ensemble = weight is not None and weight < 1  # of the LM with memory and without: it reads documents twice
-        tokens = sum(len(prompt.ids) * (2 if ensemble and prompt.contexts else 1) for prompt in prompts) / len(prompts)
-        sample = [prompt for prompt in prompts if prompt.question in self._sample][:_SAMPLE]
         model = self._engine.model
+        read = [len(model.ids_read(prompt, with_memory=weight is not None)) for prompt in prompts]
+        twice = [2 if ensemble and prompt.contexts else 1 for prompt in prompts]
+        tokens = sum(map(operator.mul, read, twice)) / len(prompts)
+        sample = [prompt for prompt in prompts if prompt.question in self._sample][:_SAMPLE]
         operations = 0.0
         for prompt in sample:
             phi = None if weight is None else self._engine.aggregate([prompt.question])

@@ -7,6 +7,8 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -122,6 +124,7 @@ class _Table:
         self.rows: list[Row] = []
         self.verdicts: dict[str, list[Verdict]] = {}
         self._fitted: dict[Prompt, FittedPrompt] = {}
+        self._with_memory: dict[Prompt, FittedPrompt] = {}  # documents that the model reads from its bank not in them
         self._costs = Costs(engine, [question.question for question in dataset.questions])
 
     def ask(
@@ -188,6 +191,8 @@ class _Table:
             fitted = self.engine.model.fit_to_window(question, [hit.text for hit in row], overflow="truncate")
             prompt = Prompt(question, fitted.contexts, moment, times_used)
             self._fitted[prompt] = fitted
+            write = partial(self.engine.model.fit_to_window, question, overflow="truncate")
+            self._with_memory[prompt] = self.engine.fit(row, write, as_of=moment, retriever=retriever)
             queries.append(_Query(prompt, tuple(hit.document_id for hit in row), fitted.truncated))
         return queries
 
@@ -206,7 +211,7 @@ class _Table:
         self.verdicts[name] = judge(questions, answers)
         seconds = sum(answer.seconds for answer in generated)
         row = summarize(name, questions, self.verdicts[name], len(self.dataset.documents), k, seconds)
-        costs = self._costs.measures([self._fitted[query.prompt] for query in queries], weight)
+        costs = self._costs.measures([self._read(query.prompt, weight) for query in queries], weight)
         return row.model_copy(update={"measures": costs})
 
     def _answer(self, prompts: Sequence[Prompt], weights: Sequence[float | None]) -> None:
@@ -234,18 +239,14 @@ class _Table:
 
     def _generate(self, prompts: Sequence[Prompt], weights: Sequence[float | None]) -> list[list[str]]:
         """Generates, for each weight, the answers to the prompts, which are sorted by length."""
-        is_dated = any(prompt.as_of is not None for prompt in prompts) and weights != (None,)
-        if len(weights) == 1 and not is_dated:
+        if len(weights) == 1:
             return [self._generate_at(prompts, weights[0])]
         values = [0.0 if weight is None else weight for weight in weights]
         answers: list[list[str]] = [[] for _ in values]
         for first in range(0, len(prompts), self.batch_size):
             batch = prompts[first : first + self.batch_size]
             fitted, phi = [self._fitted[prompt] for prompt in batch], self._aggregated(batch)
-            if len(values) == 1:
-                of_batch = [self.engine.model.generate(fitted, modulation=phi, memory_weight=values[0])]
-            else:
-                of_batch = self.engine.model.generate_each(fitted, phi, values)
+            of_batch = self.engine.model.generate_each(fitted, phi, values)
             for texts, batch_texts in zip(answers, of_batch, strict=True):
                 texts += batch_texts
         return answers
@@ -254,7 +255,7 @@ class _Table:
         """Computes phi* `[B, T, D]` of each question, as of its moment."""
         groups = _by_moment([prompt.as_of for prompt in prompts])
         parts = [
-            self.engine.aggregate([prompts[place].question for place in places], as_of=moment)
+            cast(Tensor, self.engine.aggregate([prompts[place].question for place in places], as_of=moment))
             for moment, places in groups.items()
         ]
         order = torch.tensor([place for places in groups.values() for place in places])
@@ -263,13 +264,22 @@ class _Table:
 
     def _generate_at(self, prompts: Sequence[Prompt], weight: float | None) -> list[str]:
         """Generates the answers to the prompts with one memory weight, or without memory for None."""
-        answers = self.engine.answer(
-            [self._fitted[prompt] for prompt in prompts],
-            use_memory=weight is not None,
-            memory_weight=weight,
-            batch_size=self.batch_size,
-        )
-        return [answer.text for answer in answers]
+        texts = [""] * len(prompts)
+        for moment, places in _by_moment([prompt.as_of if weight is not None else None for prompt in prompts]).items():
+            answers = self.engine.answer(
+                [self._read(prompts[place], weight) for place in places],
+                use_memory=weight is not None,
+                memory_weight=weight,
+                batch_size=self.batch_size,
+                as_of=moment,
+            )
+            for place, answer in zip(places, answers, strict=True):
+                texts[place] = answer.text
+        return texts
+
+    def _read(self, prompt: Prompt, weight: float | None) -> FittedPrompt:
+        """What the LM reads with a memory weight, or without memory for None."""
+        return self._fitted[prompt] if weight is None else self._with_memory[prompt]
 
     def _gain(self, row: str, baseline: str) -> Gain:
         return Gain.over(self.verdicts[row], self.verdicts[baseline], seed=self.seed)

@@ -149,7 +149,7 @@ class Reader(ABC):
         """
 
     def apart(
-        self, hits: Sequence[Hit], allowed: Container[str] | None = None
+        self, hits: Sequence[Hit], allowed: Container[str] | None = None, *, scored: bool = False
     ) -> tuple[list[tuple[str, float]], list[Hit]]:
         """Divides retrieved documents into those that are read from the bank and those that stand in the prompt.
 
@@ -157,6 +157,7 @@ class Reader(ABC):
             hits: the documents, the best first; the id of one that is only known by its text is empty. Such a text may
                 be several documents with blank lines between them.
             allowed: ids of the documents that may be read from the bank; None for all.
+            scored: True if their scores are those of BM25; of others, only the order counts.
 
         Returns:
             Id and bias of the first ones, which `aggregate` takes; and the others: by default all.

@@ -18,7 +18,7 @@ from mac_rag.config import AttentionConfig
 from mac_rag.data.types import Document
 from mac_rag.errors import ConfigError
 from mac_rag.model import OwnKVModel, ReadRow, ReadRows
-from mac_rag.retrieval.base import Hit, Retriever
+from mac_rag.retrieval.base import Hit
 from mac_rag.retrieval.bm25 import BM25Retriever
 
 _ALIKE = 8  # documents among which one with the same text is looked for
@@ -37,7 +37,6 @@ class OwnKVReader(Reader):
         bank: a bank that it wrote, or a snapshot of one.
         config: how many bytes of decoded rows are kept. Attention is always to all rows that can matter.
         prior: scores all documents of the bank for a question.
-        by_rank: False if retrieved documents come with the scores of BM25; True takes their order alone.
 
     Raises:
         ConfigError: for an attention strategy other than `streaming`.
@@ -45,9 +44,7 @@ class OwnKVReader(Reader):
 
     bank: Contents
 
-    def __init__(
-        self, model: OwnKVModel, bank: Contents, config: AttentionConfig, prior: Retriever, by_rank: bool
-    ) -> None:
+    def __init__(self, model: OwnKVModel, bank: Contents, config: AttentionConfig, prior: BM25Retriever) -> None:
         if config.strategy != "streaming":
             raise ConfigError(
                 f"strategy {config.strategy!r} is one of aggregation networks, and this model attends with its LM; "
@@ -55,7 +52,7 @@ class OwnKVReader(Reader):
             )
         super().__init__(bank, config)
         self.model = self._own = model
-        self._prior, self._by_rank = prior, by_rank
+        self._prior = prior
         self._kept: OrderedDict[int, Tensor] = OrderedDict()  # by key of a row: its decoded keys and values
         self._row_keys = bank.row_keys
         self._scores: OrderedDict[tuple[int, str], list[float]] = OrderedDict()
@@ -90,9 +87,8 @@ class OwnKVReader(Reader):
         unknown = [place for place, documents in enumerate(seen) if not documents]
         if unknown:
             found = self._prior.retrieve([questions[place] for place in unknown], _CANDIDATES, allowed=allowed)
-            by_rank = not isinstance(self._prior, BM25Retriever)
             for place, hits in zip(unknown, found, strict=True):
-                seen[place] = self._biased(hits, by_rank)
+                seen[place] = self._biased(hits, scored=True)
         candidates = [list(self._candidates(*each)) for each in zip(questions, seen, strict=True)]
         chosen = [self._own.chosen(rows) for rows in candidates]
         decoded = self._decoded([key for rows in chosen for key, _ in rows])
@@ -104,12 +100,12 @@ class OwnKVReader(Reader):
         return None
 
     def apart(
-        self, hits: Sequence[Hit], allowed: Container[str] | None = None
+        self, hits: Sequence[Hit], allowed: Container[str] | None = None, *, scored: bool = False
     ) -> tuple[list[tuple[str, float]], list[Hit]]:
         parts = [part for hit in hits for part in ([hit] if hit.document_id else self._parts(hit, allowed))]
         read: dict[str, float] = {}
         others = []
-        for part, (name, bias) in zip(parts, self._biased(parts, self._by_rank), strict=True):
+        for part, (name, bias) in zip(parts, self._biased(parts, scored), strict=True):
             if (allowed is None or name in allowed) and self._holds(part):
                 read.setdefault(name, bias)
             else:
@@ -153,11 +149,11 @@ class OwnKVReader(Reader):
             return [hit]
         return [*parts, replace(hit, text=text[done:].strip())] if done < len(text) else parts
 
-    def _biased(self, hits: Sequence[Hit], by_rank: bool) -> list[tuple[str, float]]:
+    def _biased(self, hits: Sequence[Hit], scored: bool) -> list[tuple[str, float]]:
         """Id and bias of retrieved documents."""
         scale = self._own.config.bias_scale
         return [
-            (hit.document_id, -_RANK_WEIGHT * math.log(rank) if by_rank else scale * hit.score)
+            (hit.document_id, scale * hit.score if scored else -_RANK_WEIGHT * math.log(rank))
             for rank, hit in enumerate(hits, 1)
         ]
 

@@ -24,7 +24,7 @@ from mac_rag.nn.memory_tokens import MemoryTokens
 
 if TYPE_CHECKING:
     from mac_rag.bank.interface import BankContents
-    from mac_rag.retrieval.base import Retriever
+    from mac_rag.retrieval.bm25 import BM25Retriever
 
 
 class BankReader(NetworkReader):
@@ -130,9 +130,7 @@ def reader_of(
     model: MACModel,
     bank: BankContents,
     config: AttentionConfig,
-    prior: Retriever | None = None,
-    *,
-    by_rank: bool = True,
+    prior: BM25Retriever | None = None,
 ) -> Reader:
     """The reader of a bank, or of a snapshot of one, wherever it lies.
 
@@ -140,7 +138,7 @@ def reader_of(
         model: the model.
         bank: the bank.
         config: how it is read.
-        prior, by_rank: see `OwnKVReader`; only for its kind of model.
+        prior: see `OwnKVReader`; only for its kind of model.
 
     Raises:
         ConfigError: for a strategy that the model or the bank does not support.
@@ -148,7 +146,7 @@ def reader_of(
     if isinstance(model, OwnKVModel):
         if not isinstance(bank, Contents) or prior is None:
             raise ConfigError("a bank in shards does not hold an LM's own keys and values; use a bank in one file")
-        return OwnKVReader(model, bank, config, prior, by_rank)
+        return OwnKVReader(model, bank, config, prior)
     assert isinstance(model, AmortizedModel)
     if isinstance(bank, Contents):
         return BankReader(model, bank, config)
