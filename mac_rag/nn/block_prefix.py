@@ -80,15 +80,20 @@ class BlockPrefix(Modulation):
         """Gives the LM the masks that this prefix needs: float masks with the bias, one for each kind of layer."""
         config, dtype = lm.config.get_text_config(), lm.get_input_embeddings().weight.dtype
 
-        def hook(_: Any, arguments: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-            masks = self.masks(named["attention_mask"], named["position_ids"], config, dtype)
+        def hook(_: Any, arguments: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
+            mask = named["attention_mask"]
+            if isinstance(mask, dict) or mask.ndim == 4:
+                return None  # made already, when the LM was called
+            masks = self.masks(mask, named["position_ids"], config, dtype)
             return arguments, {**named, "attention_mask": masks}
 
-        handle = lm.base_model.register_forward_pre_hook(hook, with_kwargs=True)
+        # Callers call either of the two, and some LMs (OPT) call a part of their base model and not the model itself.
+        handles = [part.register_forward_pre_hook(hook, with_kwargs=True) for part in (lm, lm.base_model)]
         try:
             yield
         finally:
-            handle.remove()
+            for handle in handles:
+                handle.remove()
 
     def masks(self, mask: Tensor, positions: Tensor, config: Any, dtype: torch.dtype) -> Tensor | dict[str, Tensor]:
         """Float masks `[B, 1, l, P + L]`: one for all layers, or one for each kind of layer that the LM has.

@@ -22,7 +22,7 @@ def in_table(record_property: Callable[[str, object], None]) -> InTable:
         for key, value in (("lm", name), ("kind", kind), ("dtype", dtype)):
             record_property(key, value)
         if refusal is not None:
-            record_property("refusal", f"refused: {str(refusal).removeprefix(name).partition(';')[0].strip()}")
+            record_property("refusal", f"refused: {str(refusal).split(name, 1)[-1].partition(';')[0].strip()}")
 
     return record
 

@@ -16,9 +16,10 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from mac_rag.config import ModulationConfig, PromptFormat
+from mac_rag.config import BaseLMConfig, ModulationConfig, PromptFormat
 from mac_rag.lm.attention_sink import make_attention_sink
 from mac_rag.lm.base_lm import BaseLM
+from mac_rag.lm.loading import load_causal_lm
 from mac_rag.nn.modulation import FiLM, LoRA, Modulation, ModulationNetwork, PrefixTuning
 from pipelines.objective import Batch
 from tests.helpers import VOCABULARY, save_tokenizer
@@ -28,6 +29,8 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 # Largest root mean square difference of log-probabilities from the plain loop in the same dtype, in standard deviations
 # of these. The memory changes them by more than twice as much in every cell, so a memory that is lost is noticed.
 TOLERANCES = {"fp32": 1e-4, "bf16": 0.08, "fp16": 0.01}
+# The same for quantised weights: int8 multiplies in fp16, and columns of outliers apart for each batch.
+QUANTIZED_TOLERANCES = {"nf4": 0.08, "int8": 0.15}
 WINDOW, TOKENS, NEW = 8, 4, 6
 TEXTS = ["A storm closed the port of Riga.", "The mayor of Lisbon opened a bridge."]
 QUESTIONS = ["Which port?", "Who opened a bridge in the town of Lisbon?"]
@@ -63,6 +66,10 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "granite": {**_MOST, "attention_multiplier": 0.25},  # as others scale; its default of 1 is no real model's
     "cohere2": _MIXED,
 }  # fmt: skip
+
+# LMs that mac_rag handles as it handles another one of the list.
+ALIKE = {"llama", "qwen2", "qwen3", "qwen2_moe", "mistral", "phi", "gemma2", "olmo2", "stablelm"}
+LEARNED_POSITIONS = ("gpt2", "opt")  # no rotation: positions are a part of the hidden states
 
 # LMs that turn their keys in further ways: neighbours as pairs, in a part of the width, or the other way round.
 ROTATIONS: dict[str, dict[str, Any]] = {
@@ -130,6 +137,42 @@ def random_lm(name: str, dtype: str = "fp32", **changes: Any) -> Any:
     return model
 
 
+def quantized_lm(folder: Path, name: str, quantization: Any, modulation: str) -> Any:
+    """A random LM of an architecture, saved to a folder and loaded with quantised weights."""
+    # One row more than tokens, since the class of Qwen2's tokenizers adds a token of its own.
+    random_lm(name, "bf16", vocab_size=VOCABULARY + 1).save_pretrained(folder)
+    save_tokenizer(folder, "<s> $A")
+    config = BaseLMConfig(name=str(folder), dtype="bf16", quantization=quantization)
+    model: Any = load_causal_lm(config, torch.device("cpu"), modulation=modulation)[0]
+    return model.requires_grad_(False).eval()
+
+
+def lm_of_numbers(model: Any) -> BaseLM:
+    """A transformers model as an LM whose answers are token ids as text."""
+    lm = BaseLM(model, _tokenizer(), PromptFormat())
+    lm.tokenizer = Numbers()
+    return lm
+
+
+def masks_by_hand(model: Any, seen: Tensor, near: Tensor, bias: Tensor | float = 0.0) -> Any:
+    """Float masks of one row, for all layers or for each kind of layer that a model has.
+
+    Args:
+        model: the transformers model.
+        seen: `[L, P + L]`, True where a query (row) may attend to a key (column).
+        near: the same for layers with a sliding window.
+        bias: `[L, P + L]`, added to the attention logits.
+    """
+
+    def additive(mask: Tensor) -> Tensor:
+        masked = torch.zeros(mask.shape, dtype=model.dtype) + bias
+        return masked.masked_fill(~mask, torch.finfo(model.dtype).min).to(model.dtype)[None, None]
+
+    if getattr(model.config, "layer_types", None):
+        return {"full_attention": additive(seen), "sliding_attention": additive(near)}
+    return additive(near if getattr(model.config, "sliding_window", None) else seen)
+
+
 @dataclass
 class Cell:
     """One architecture in one dtype under one modulation.
@@ -157,8 +200,7 @@ class Cell:
     @classmethod
     def around(cls, model: Any, kind: Any, dtype: str, tolerance: float | None = None, new: int = NEW) -> Cell:
         """The cell of an LM with the weights that it has; without a tolerance it is that of tiny LMs."""
-        lm = BaseLM(model, _tokenizer(), PromptFormat())
-        lm.tokenizer = Numbers()
+        lm = lm_of_numbers(model)
         torch.manual_seed(1)
         network = _network(lm, kind)
         for parameter in network.parameters():
@@ -181,20 +223,12 @@ class Cell:
         keys, queries = torch.arange(-prefix, length), torch.arange(length)[:, None]
         seen = keys <= queries
         near = seen & ((keys > queries - WINDOW) | (keys < front))
-
-        def additive(mask: Tensor) -> Tensor:
-            masked = torch.zeros(mask.shape, dtype=model.dtype)
-            return masked.masked_fill(~mask, torch.finfo(model.dtype).min)[None, None]
-
         if model.config.model_type in HYBRIDS:
             return self._log_probs({"input_ids": torch.tensor([ids])}, modulation)
-        masks: Any = additive(near if getattr(model.config, "sliding_window", None) else seen)
-        if getattr(model.config, "layer_types", None):
-            masks = {"full_attention": additive(seen), "sliding_attention": additive(near)}
         inputs = {
             "input_ids": torch.tensor([ids]),
             "position_ids": prefix + torch.arange(length)[None],
-            "attention_mask": masks,
+            "attention_mask": masks_by_hand(model, seen, near),
         }
         return self._log_probs(inputs, modulation)
 

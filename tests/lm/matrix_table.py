@@ -14,8 +14,10 @@ from xml.etree import ElementTree
 
 from tests.lm.helpers import ARCHITECTURES
 
-COLUMNS = ("prefix", "sink", "lora", "film")
-HEADINGS = {"prefix": "prefix", "sink": "prefix after a sink", "lora": "LoRA", "film": "FiLM"}
+COLUMNS = ("prefix", "sink", "lora", "film", "own-kv")
+HEADINGS = {
+    "prefix": "prefix", "sink": "prefix after a sink", "lora": "LoRA", "film": "FiLM", "own-kv": "own keys and values",
+}  # fmt: skip
 DTYPES = ("fp32", "bf16", "fp16", "nf4", "int8")
 BEGIN, END = "<!-- results of make test-matrix -->", "<!-- end of results -->"
 
@@ -28,7 +30,7 @@ class Result:
         name: the architecture's `model_type`.
         kind: one of `COLUMNS`.
         dtype: one of `DTYPES`.
-        outcome: `works`, `fails`, or why the modulation is refused.
+        outcome: `works`, `fails`, or why the modulation or memory is refused.
     """
 
     name: str

@@ -12,11 +12,10 @@ from mac_rag.errors import ModelLoadError
 from mac_rag.lm.attention_sink import first_tokens, key_rotation, make_attention_sink
 from mac_rag.nn.modulation import PrefixModulation
 from tests.lm.conftest import InTable
-from tests.lm.helpers import ARCHITECTURES, DTYPES, ROTATIONS, SCALINGS, TOKENS, Cell, check, prompts
+from tests.lm.helpers import ARCHITECTURES, DTYPES, LEARNED_POSITIONS, ROTATIONS, SCALINGS, TOKENS, Cell, check, prompts
 
 TEXTS = [[11, 57, 23, 8], [99, 98, 97, 96], [300, 4, 5, 301]]  # each as long as there are memory tokens
 ANSWERS = [[30, 31, 2], [40, 2], [50, 51, 52, 53]]
-LEARNED_POSITIONS = ("gpt2", "opt")
 
 
 def remembered(cell: Cell, text: list[int], offset: int) -> PrefixModulation:
