@@ -172,6 +172,11 @@ class TestQueryEngines:
             assert in_memory(prompts[-1]) == {tenant}
             raw = one.complete(QUESTION, contexts=list(FACTS.values())).raw
             assert [source["document_id"] for source in raw["mac_sources"]] == [tenant]
+            hits = [Hit(name, text, 1.0) for name, text in FACTS.items()]
+            fitted = llm.engine.fit(
+                hits, lambda texts: llm.engine.model.fit_to_window(QUESTION, texts), allowed={tenant}
+            )
+            assert [name for name, _ in fitted.read] == [tenant]
 
     @pytest.mark.parametrize("mode", ["refine", "compact", "tree_summarize", "accumulate"])
     def test_response_modes(self, mode: Any, llm: MACLLM, index: VectorStoreIndex, prompts: list[str]) -> None:
