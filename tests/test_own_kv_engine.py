@@ -109,6 +109,18 @@ def test_both_see_the_retrieved_documents_alone(model: OwnKVModel) -> None:
         assert own.apart([Hit(DOCUMENTS[4].id, DOCUMENTS[4].text, 1e-9)])[0] == [(DOCUMENTS[4].id, 0.0)]
 
 
+def test_no_retrieved_document_is_left_out_for_want_of_room(model: OwnKVModel) -> None:
+    small = OwnKVModel(model.config.model_copy(update={"memory_tokens": 8}), model.base_lm, None)
+    names = [document.id for document in DOCUMENTS[:4]]
+    with reading(engine_of(small)) as own:
+        phi = own.aggregate([QUESTIONS[0]], read=[[(name, 0.0) for name in names]]).phi
+        assert isinstance(phi, ReadRows)
+        assert len(phi.rows[0]) == 4
+        alone = own.aggregate([QUESTIONS[0]]).phi
+        assert isinstance(alone, ReadRows)
+        assert len(alone.rows[0]) == 1
+
+
 def test_a_retrieved_document_of_another_version_is_text(model: OwnKVModel) -> None:
     engine = engine_of(model)
     other = [

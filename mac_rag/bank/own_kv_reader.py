@@ -13,6 +13,7 @@ from torch import Tensor
 
 from mac_rag.bank.bank import Contents
 from mac_rag.bank.base_reader import Aggregated, Reader
+from mac_rag.bank.database import PART_BITS
 from mac_rag.bank.interface import BankContents
 from mac_rag.config import AttentionConfig
 from mac_rag.data.types import Document
@@ -90,7 +91,9 @@ class OwnKVReader(Reader):
             for place, hits in zip(unknown, found, strict=True):
                 seen[place] = self._biased(hits, scored=True)
         candidates = [list(self._candidates(*each)) for each in zip(questions, seen, strict=True)]
-        chosen = [self._own.chosen(rows) for rows in candidates]
+        # Of documents that somebody has chosen, none is left out for want of room: they are not in the prompt either.
+        wanted = [0 if place in unknown else _one_row_each(rows) for place, rows in enumerate(candidates)]
+        chosen = [self._own.chosen(rows, wanted=room) for rows, room in zip(candidates, wanted, strict=True)]
         decoded = self._decoded([key for rows in chosen for key, _ in rows])
         phi = ReadRows([[ReadRow(decoded[key], bias) for key, bias in rows] for rows in chosen])
         unseen = [_unseen(*each) for each in zip(candidates, chosen, strict=True)]
@@ -202,6 +205,12 @@ class OwnKVReader(Reader):
                 places = torch.searchsorted(self._row_keys, torch.tensor([key for key, _ in keys]))
                 row[places] = torch.tensor([bias for _, bias in keys]).softmax(0)
         return mass
+
+
+def _one_row_each(candidates: Sequence[tuple[int, float, int]]) -> int:
+    """Tokens of the best row of each entry."""
+    best = {key >> PART_BITS: tokens for key, _, tokens in sorted(candidates, key=lambda row: row[1])}
+    return sum(best.values())
 
 
 def _unseen(candidates: Sequence[tuple[int, float, int]], chosen: Sequence[tuple[int, float]]) -> float:

@@ -262,6 +262,17 @@ def _lengths_differ(keys: Tensor) -> bool:
 
 def _check_long_texts(lm: Any, table: _Table, position: int, window: int) -> None:
     """Refuses a rotary embedding that rotates the same position differently in long texts."""
+    alike = _alike_up_to(table, position, window)
+    if alike < window:
+        raise ModelLoadError(
+            f"{lm.config.model_type} rotates keys differently in texts of more than {alike} tokens, but a prefix is "
+            f"made before the length of the text is known; set context_window so that prefix and prompt have at most "
+            f"{alike}"
+        )
+
+
+def _alike_up_to(table: _Table, position: int, window: int) -> int:
+    """Length of the longest text, up to `window`, in which a position is rotated as in the shortest one."""
 
     def turn(length: int) -> tuple[Tensor, ...]:
         return tuple(part[0] for part in table(torch.tensor([position, length - 1])))
@@ -270,12 +281,17 @@ def _check_long_texts(lm: Any, table: _Table, position: int, window: int) -> Non
         return all(map(torch.equal, turn(length), turn(position + 1)))
 
     if alike(window):
-        return
+        return window
     good, bad = position + 1, window
     while bad - good > 1:
         middle = (good + bad) // 2
         good, bad = (middle, bad) if alike(middle) else (good, middle)
-    raise ModelLoadError(
-        f"{lm.config.model_type} rotates keys differently in texts of more than {good} tokens, but a prefix is made "
-        f"before the length of the text is known; set context_window so that prefix and prompt have at most {good}"
-    )
+    return good
+
+
+@torch.no_grad()
+def positions_alike(lm: Any, position: int) -> int:
+    """Number of the LM's positions within which a key at this position is rotated alike, however long the text is."""
+    window: int = lm.config.max_position_embeddings
+    _, tables = _probe(lm, torch.tensor([0, position]))
+    return min((_alike_up_to(table, position, window) for table in tables), default=window)

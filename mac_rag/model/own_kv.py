@@ -34,7 +34,7 @@ from mac_rag.data.characters import check_text
 from mac_rag.data.types import Document
 from mac_rag.errors import ConfigError, DocumentError, MACError, ModelLoadError, PromptError
 from mac_rag.lm.architectures import check_modulation
-from mac_rag.lm.attention_sink import key_rotation
+from mac_rag.lm.attention_sink import key_rotation, positions_alike
 from mac_rag.lm.base_lm import BaseLM
 from mac_rag.lm.batching import length_buckets
 from mac_rag.lm.block_prompt import BlockPrompt
@@ -155,7 +155,12 @@ class OwnKVModel(MACModel, kind="own-kv", config_class=OwnKVConfig):
             )
         self._rotation: KeyRotation | None = None
         if codec is not None:
-            self._rotation = key_rotation(base_lm.model, range(start, start + longest), base_lm.context_window)
+            try:
+                window = self._reserved + self.context_window
+                self._rotation = key_rotation(base_lm.model, range(start, start + longest), window)
+            except ModelLoadError as error:
+                reason = str(error).partition(";")[0]
+                raise ModelLoadError(f"{reason}; keep keys and values as they are: compression none") from None
 
     @classmethod
     def _build(cls, config: ModelConfig, place: torch.device) -> OwnKVModel:
@@ -190,10 +195,14 @@ class OwnKVModel(MACModel, kind="own-kv", config_class=OwnKVConfig):
             config = config.model_copy(update=_reading(folder) | {"adapter": True})
             _adapt(model, folder)
         base_lm = BaseLM(model.requires_grad_(False).eval(), tokenizer, config.prompt)
-        window = base_lm.context_window
+        # Longer texts of some LMs have other keys at the same positions, so rows could not be kept.
+        window = positions_alike(model, len(BlockPrompt(tokenizer, config.turn, config.prompt.system).opening))
         if 2 * config.max_document_tokens > window:
             config = config.model_copy(update={"max_document_tokens": window // 4, "memory_tokens": window})
         made = cls(config, base_lm, None, folder).eval()
+        if window < base_lm.context_window:
+            config = config.model_copy(update={"context_window": window - made._reserved})
+            made = cls(config, base_lm, None, folder).eval()
         made.check_equal()
         return made if compression is None else made.compressed(texts, compression, progress=progress)
 
@@ -535,15 +544,16 @@ class OwnKVModel(MACModel, kind="own-kv", config_class=OwnKVConfig):
         size = self.config.bytes_per_token or self.raw_bytes
         return Kept(nothing, after_text, memory, documents, size, self.raw_bytes)
 
-    def chosen(self, candidates: Iterable[tuple[int, float, int]]) -> list[tuple[int, float]]:
-        """The rows that a question sees: the best ones within `memory_tokens`, with their biases.
+    def chosen(self, candidates: Iterable[tuple[int, float, int]], *, wanted: int = 0) -> list[tuple[int, float]]:
+        """The rows that a question sees: the best ones within a number of tokens, with their biases.
 
         Args:
             candidates: key, bias and number of tokens of each row, in any order.
+            wanted: the number of tokens, if it is more than `memory_tokens`.
         """
         best = sorted(candidates, key=lambda row: -row[1])
         rows: list[tuple[int, float]] = []
-        left = self.config.memory_tokens
+        left = max(self.config.memory_tokens, wanted)
         for key, bias, tokens in best:
             relative = bias - best[0][1]
             if relative < _LEAST_BIAS:

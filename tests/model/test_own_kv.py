@@ -312,6 +312,20 @@ def test_an_lm_that_answers_from_memory_otherwise_is_refused(
         around(model_folder("llama"))
 
 
+def test_an_lm_that_rotates_keys_otherwise_in_long_texts_reads_short_ones(model_folder: Folder, tmp_path: Path) -> None:
+    """Documents are read before the length of a conversation is known."""
+    lm = AutoModelForCausalLM.from_pretrained(model_folder("llama"))
+    factors = {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
+    lm.config.rope_parameters = {"rope_type": "longrope", "rope_theta": 1e4, **factors}
+    lm.config.rope_parameters["original_max_position_embeddings"] = 600
+    lm.save_pretrained(tmp_path)
+    AutoTokenizer.from_pretrained(model_folder("llama")).save_pretrained(tmp_path)
+    model = around(tmp_path)
+    assert model._reserved + model.context_window == 600
+    assert around(tmp_path, TEXTS, compression=4).context_window == model.context_window
+    assert around(model_folder("llama")).context_window > model.context_window
+
+
 def test_what_the_memory_keeps_is_measured(coded: OwnKVModel) -> None:
     kept = coded.kept(TEXTS[:5])
     assert kept.documents == 5
