@@ -32,6 +32,7 @@ from mac_rag.data.metrics import (
 from mac_rag.data.types import Document, QADataset, Question
 from mac_rag.engine import Answer, MACEngine
 from mac_rag.lm.prompt import FittedPrompt
+from mac_rag.model import AmortizedModel
 from mac_rag.progress import progress_bar
 from mac_rag.retrieval import Hit, Retriever
 
@@ -219,8 +220,10 @@ class _Table:
         missing: dict[tuple[float | None, ...], list[Prompt]] = {}
         for prompt in dict.fromkeys(prompts):
             lacking = tuple(weight for weight in dict.fromkeys(weights) if self.kept.find(prompt, weight) is None)
-            # The LM reads documents once for all weights. A prompt without documents shares nothing between weights.
-            for together in [lacking] if prompt.contexts else [(weight,) for weight in lacking]:
+            # The LM reads documents once for all weights. A prompt without documents shares nothing between weights,
+            # nor does one whose documents are read from the bank.
+            shares = prompt.contexts and isinstance(self.engine.model, AmortizedModel)
+            for together in [lacking] if shares else [(weight,) for weight in lacking]:
                 missing.setdefault(together, []).append(prompt)
         missing.pop((), None)
         with progress_bar("answer", sum(map(len, missing.values()))) as bar:
