@@ -611,7 +611,7 @@ def _reading(folder: Path) -> dict[str, Any]:
 
 
 def _adapt(lm: Any, folder: Path) -> None:
-    """Adds trained low-rank updates to an LM, in place.
+    """Adds trained low-rank updates to the weights of an LM, in place; beside them if these are quantised.
 
     Raises:
         ConfigError: without the package peft.
@@ -628,5 +628,7 @@ def _adapt(lm: Any, folder: Path) -> None:
             result: Any = set_peft_model_state_dict(adapted, updates)
         if result.unexpected_keys:
             raise ValueError(f"the LM has no {result.unexpected_keys[0]}")
+        if getattr(lm, "quantization_method", None) is None:
+            adapted.merge_and_unload()
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         raise ModelLoadError(f"{folder} holds no updates of this LM: {error}") from None

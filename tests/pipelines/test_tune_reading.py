@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from collections import Counter
 from pathlib import Path
@@ -15,14 +16,16 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from mac_rag.data.metrics import normalize
 from mac_rag.data.newswire.generate import generate
 from mac_rag.data.types import Document, QADataset, Question
+from mac_rag.engine import MACEngine
 from mac_rag.errors import DataError, MACError, ModelLoadError
 from mac_rag.lm.block_prompt import BlockPrompt
+from mac_rag.model import MACModel
 from mac_rag.retrieval import BM25Retriever
 from pipelines.corpora.packs import PackConfig, PackMaker, joined_documents
 from pipelines.tasks.tune_reading import TuneReadingConfig, TuneReadingTask
 from pipelines.trainer import Trainer
 from tests.helpers import Folder
-from tests.pipelines.helpers import metrics
+from tests.pipelines.helpers import command, metrics
 from tests.pipelines.test_pipelines import stopping_at
 
 ABSTENTION = "I don't know"
@@ -187,6 +190,39 @@ def test_validation_counts_abstentions_from_right_documents(model_folder: Folder
     assert set(figures) == {f"{metric}_{name}" for metric in ("loss", "f1", "em", "abstentions") for name in settings}
     task._answering[0].generate = lambda questions, *_, **__: [ABSTENTION] * len(questions)  # type: ignore[method-assign]
     assert task.validate()["abstentions_right"] == 1.0
+
+
+def test_from_an_lm_and_questions_to_its_memory(model_folder: Folder, data: QADataset, tmp_path: Path) -> None:
+    """The commands of the guide, with a small LM and few steps."""
+    texts = {document.id: document.text for document in data.documents}
+    rows = [
+        {"id": q.id, "document": texts[q.gold], "question": q.question, "answers": q.answers}
+        for q in data.questions[:60]
+    ]
+    (tmp_path / "mine.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    few = {"trainer.steps": 2, "trainer.validate_every": 2, "codec.fitted_on": 4, "validation_questions": 2}
+    sets = [part for name, value in few.items() for part in ("--set", f"{name}={value}")]
+    tuned = command(
+        "pipelines.tune_reading", "--config", "my-lm-reading", "--lm", str(model_folder("instruct")),
+        "--data", str(tmp_path / "mine.jsonl"), "--output", str(tmp_path / "run"), *sets,
+    )  # fmt: skip
+    assert tuned.exit_code == 0, tuned.output
+    model = MACModel.around(
+        str(model_folder("instruct")), list(texts.values()), compression=20, adapter=tmp_path / "run" / "best"
+    )
+    plain = MACModel.around(str(model_folder("instruct")), compression=None)
+    assert model.fingerprint != plain.fingerprint
+    assert len(MACEngine(model).answer(["Who won the cup?"], use_memory=False)) == 1
+
+
+def test_only_an_lm_that_can_be_trained_is_tuned_after_self_study(tmp_path: Path) -> None:
+    (tmp_path / "mine.txt").write_text("A mill was built in 1900.")
+    asked = command(
+        "pipelines.self_study", "--documents", str(tmp_path / "mine.txt"), "--lm", "tests.pipelines.rule_llm:RuleLLM",
+        "--output", str(tmp_path / "studied"), "--tune", str(tmp_path / "run"),
+    )  # fmt: skip
+    assert "--tune trains an LM of transformers" in str(asked.exception)
+    assert not (tmp_path / "studied").exists()
 
 
 class TestRefusals:
