@@ -213,20 +213,18 @@ class OwnKVModel(MACModel, kind="own-kv", config_class=OwnKVConfig):
             ConfigError: for a compression that leaves no byte, or texts without two tokens.
             ModelLoadError: as the class.
         """
+        if compression < 1:
+            raise ConfigError(f"compression is {compression}; give a number of at least 1, or None for no codec")
         bytes_per_token = self.raw_bytes // compression
         layers, _, kv_heads, _, width = self.opening.shape
         codec = KVCodec(layers=layers, kv_heads=kv_heads, head_width=width).to(self.device)
-        if compression < 1:
-            raise ConfigError(f"compression is {compression}; give a number of at least 1, or None for no codec")
         codec.check_rate(bytes_per_token)
         config = self.config.model_copy(update={"bytes_per_token": bytes_per_token})
         made = OwnKVModel(config, self.base_lm, codec, self._adapter).eval()
         rows = [row for text in texts for row in self.plan(text)]
-        count, chosen = 0, []
-        for row in rows[:: max(1, sum(map(len, rows)) // _MOST_TOKENS)]:
-            count += len(row)
-            chosen.append(row)
-        if count < _FEW_TOKENS:
+        step = max(1.0, sum(map(len, rows)) / _MOST_TOKENS)
+        chosen = [rows[int(place * step)] for place in range(int(len(rows) / step))]
+        if (count := sum(map(len, chosen))) < _FEW_TOKENS:
             _log.warning(
                 "the codec is fitted on %s tokens; with fewer than %s it may lose much of other texts: give more "
                 "documents, or keep keys and values as they are (compression none)",
@@ -623,12 +621,16 @@ def _adapt(lm: Any, folder: Path) -> None:
         raise ConfigError("an adapter needs the package peft: pip install 'mac-rag[train]'") from None
     try:
         updates = load_file(folder / "adapter_model.safetensors")
+        told = read_json(folder / "adapter_config.json", _LARGEST_CONFIG)
+        if told["peft_type"] != "LORA" or told.get("use_dora") or told.get("use_rslora"):
+            raise ValueError("they are of another kind than those of pipelines.tune_reading")
+        lora = LoraConfig(r=told["r"], lora_alpha=told["lora_alpha"], target_modules=told["target_modules"])
         with quiet():
-            adapted = get_peft_model(lm, LoraConfig.from_pretrained(str(folder)))
+            adapted = get_peft_model(lm, lora)
             result: Any = set_peft_model_state_dict(adapted, updates)
         if result.unexpected_keys:
             raise ValueError(f"the LM has no {result.unexpected_keys[0]}")
         if getattr(lm, "quantization_method", None) is None:
             adapted.merge_and_unload()
-    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
-        raise ModelLoadError(f"{folder} holds no updates of this LM: {error}") from None
+    except (OSError, ValueError, KeyError, TypeError, RuntimeError, MACError, SafetensorError) as error:
+        raise ModelLoadError(f"{folder} holds no updates of this LM: {error}; make them for it") from None
