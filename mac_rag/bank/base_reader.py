@@ -282,6 +282,14 @@ class NetworkReader(Reader):
 
         return Aggregated(*self._recent.look_up(questions, state, compute))
 
+    @torch.no_grad()
+    def attention_mass(self, questions: Sequence[str], allowed: Container[str] | None = None) -> Tensor:
+        """As `Reader.attention_mass`: of all rows, or an error if some of them cannot be read."""
+        visible = self._visible(allowed)
+        mass = self._with_mass(questions, lambda some: self._aggregate(some, visible, {}, mass=True)).mass
+        assert mass is not None
+        return mass
+
     def _with_mass(self, questions: Sequence[str], read: Callable[[Sequence[str]], Aggregated]) -> Aggregated:
         """What `read` aggregates with the mass, a few questions at a time.
 

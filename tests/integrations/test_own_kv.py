@@ -398,7 +398,12 @@ def test_the_answer_rests_on_the_rows(chat_model: OwnKVModel, prompts: list[str]
     """The same prompt with other documents in the bank has another answer."""
     before = (Message("user", "Hello."), Message("assistant", "Yes?"))
     answers = set()
-    for text in ("Anna Berg opened the bridge of Norrland.", "The bridge of Norrland is closed, said Peter Holm."):
+    for text in (
+        "Anna Berg opened the bridge of Norrland.",
+        "The bridge of Norrland is closed, said Peter Holm.",
+        "Norrland: 14 June 1931, 212 metres, 9 piers of granite; bridge and ferry are both free of charge.",
+        "Nobody crosses the bridge of Norrland by night, because wolves have been seen there since October.",
+    ):
         engine = MACEngine(chat_model)
         engine.adapt([MACDocument("one", text), MACDocument("other", "A ferry crosses the river Vest every hour.")])
         prompt = engine.fit(
@@ -407,4 +412,4 @@ def test_the_answer_rests_on_the_rows(chat_model: OwnKVModel, prompts: list[str]
         assert [name for name, _ in prompt.read] == ["one"]
         answers.add(engine.answer([prompt])[0].text)
         assert text not in prompts[-1]
-    assert len(answers) == 2
+    assert len(answers) > 1
