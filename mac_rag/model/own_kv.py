@@ -32,7 +32,7 @@ from torch import Tensor
 from mac_rag.config import BaseLMConfig, OwnKVConfig, PromptFormat
 from mac_rag.data.characters import check_text
 from mac_rag.data.types import Document
-from mac_rag.errors import ConfigError, DocumentError, MACError, ModelLoadError, PromptError
+from mac_rag.errors import ConfigError, DamageError, DocumentError, MACError, ModelLoadError, PromptError
 from mac_rag.lm.architectures import check_modulation
 from mac_rag.lm.attention_sink import key_rotation, positions_alike
 from mac_rag.lm.base_lm import BaseLM
@@ -393,6 +393,8 @@ class OwnKVModel(MACModel, kind="own-kv", config_class=OwnKVConfig):
         if self.codec is None:
             layers, _, kv_heads, _, width = self.opening.shape
             numbers: Tensor = codes.view(self.base_lm.dtype).unflatten(1, (layers, 2, kv_heads, width))
+            if not numbers.isfinite().all():
+                raise DamageError("a number of a document's keys and values is not finite; adapt to the document again")
             return numbers.movedim(0, 3)
         assert self._rotation is not None
         keys, values = self.codec.decode(codes, self.base_lm.dtype).unbind(1)
@@ -624,6 +626,9 @@ def _adapt(lm: Any, folder: Path) -> None:
         told = read_json(folder / "adapter_config.json", _LARGEST_CONFIG)
         if told["peft_type"] != "LORA" or told.get("use_dora") or told.get("use_rslora"):
             raise ValueError("they are of another kind than those of pipelines.tune_reading")
+        ranks = {len(update) for name, update in updates.items() if "lora_A" in name}
+        if ranks != {told["r"]}:
+            raise ValueError(f"their rank is said to be {told['r']!r:.20}, and the updates have {sorted(ranks)}")
         lora = LoraConfig(r=told["r"], lora_alpha=told["lora_alpha"], target_modules=told["target_modules"])
         with quiet():
             adapted = get_peft_model(lm, lora)

@@ -218,6 +218,8 @@ class KVCodec(nn.Module):
             ConfigError: for tensors of another codec or rate.
         """
         try:
+            if not all(tensor.isfinite().all() for tensor in state.values()):
+                raise ValueError("a number is not finite")
             for name in ("mean", "scale", "eigenvalues"):
                 getattr(self, name).copy_(state[name].reshape(self.mean.shape))
             self._forget()

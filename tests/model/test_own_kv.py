@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from mac_rag.config import BaseLMConfig
 from mac_rag.data.newswire.generate import generate
-from mac_rag.errors import ConfigError, DocumentError, ModelLoadError
+from mac_rag.errors import ConfigError, DamageError, DocumentError, ModelLoadError
 from mac_rag.lm.block_attention import BlockAttentionLM
 from mac_rag.lm.chat import Message
 from mac_rag.model import AmortizedModel, MACModel, OwnKVModel, ReadRow, ReadRows
@@ -199,6 +200,14 @@ class TestCheckpoints:
         with pytest.raises((ModelLoadError, ConfigError), match="own"):
             MACModel.from_pretrained(tmp_path / "own")
 
+    def test_numbers_that_are_not_finite_are_no_codec(self, coded: OwnKVModel, tmp_path: Path) -> None:
+        coded.save_pretrained(tmp_path / "own")
+        state = load_file(tmp_path / "own" / "codec.safetensors")
+        state["mean"][0, 0] = torch.nan
+        save_file(state, tmp_path / "own" / "codec.safetensors")
+        with pytest.raises(ConfigError, match="a number is not finite; make it again"):
+            MACModel.from_pretrained(tmp_path / "own")
+
     def test_a_full_folder_is_left_alone(self, coded: OwnKVModel, tmp_path: Path) -> None:
         (tmp_path / "mine.txt").write_text("mine")
         with pytest.raises(ConfigError, match="is not empty; give a new folder"):
@@ -247,6 +256,10 @@ def test_an_adapter_of_the_training_changes_the_lm_and_its_prompt(model_folder: 
     assert again.generate([prompt]) == model.generate([prompt])
     with pytest.raises(ModelLoadError, match=r"reading\.json"):
         around(model_folder("instruct"), adapter=tmp_path)
+    told = json.loads((tmp_path / "best" / "adapter_config.json").read_text())
+    (tmp_path / "best" / "adapter_config.json").write_text(json.dumps({**told, "r": 10**9}))
+    with pytest.raises(ModelLoadError, match=r"rank is said to be 1000000000, and the updates have \[4\]"):
+        around(model_folder("instruct"), adapter=tmp_path / "best")
 
 
 class TestPrompts:
@@ -324,6 +337,14 @@ def test_an_lm_that_rotates_keys_otherwise_in_long_texts_reads_short_ones(model_
     assert model._reserved + model.context_window == 600
     assert around(tmp_path, TEXTS, compression=4).context_window == model.context_window
     assert around(model_folder("llama")).context_window > model.context_window
+
+
+def test_keys_and_values_that_are_not_finite_are_not_read(model_folder: Folder) -> None:
+    model = around(model_folder("llama"))
+    [codes] = model.amortize_rows(model.plan(TEXTS[0]))
+    codes.view(torch.float32)[0, 0] = torch.inf
+    with pytest.raises(DamageError, match="is not finite; adapt to the document again"):
+        model.decode(codes)
 
 
 def test_what_the_memory_keeps_is_measured(coded: OwnKVModel) -> None:
