@@ -54,14 +54,14 @@ class DocumentWriter:
     Args:
         model: makes the memory tokens.
         bound: largest size of the bank, and how to reduce it; None lets it grow.
-        prior: an index in the bank that scores its documents, which is written with them; None if there is none, or
+        index: an index in the bank that scores its documents, which is written with them; None if there is none, or
             if the retriever is in the bank.
     """
 
-    def __init__(self, model: MACModel, bound: BoundConfig | None, prior: Retriever | None = None) -> None:
+    def __init__(self, model: MACModel, bound: BoundConfig | None, index: Retriever | None = None) -> None:
         self.model = model
         self.bound = bound
-        self._prior = prior
+        self.index = index
         self._bounded: BoundedBank | None = None
         self._warns = model.config.languages is not None and find_spec("py3langid") is not None
 
@@ -259,10 +259,10 @@ class DocumentWriter:
         if phi is None:
             return ()
         forgotten = self._put(bank, documents, phi, rows)
-        if self._prior is not None:
-            self._prior.put(documents)
-            for name in self._prior.held(forgotten):
-                self._prior.delete(name)
+        if self.index is not None:
+            self.index.put(documents)
+            for name in self.index.held(forgotten):
+                self.index.delete(name)
         return forgotten
 
     def _put(self, bank: Bank, documents: Sequence[Document], phi: Written, rows: Sequence[int]) -> tuple[str, ...]:

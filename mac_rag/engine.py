@@ -242,7 +242,7 @@ class MACEngine:
 
     @property
     def _synced(self) -> SyncedBank:
-        return SyncedBank(self.bank, self.retriever)
+        return SyncedBank(self.bank, self.retriever, self._writer.index)
 
     def _finish(self) -> None:
         """Finishes a change that was interrupted between the retriever and the bank."""

@@ -130,11 +130,13 @@ class SyncedBank:
     Args:
         bank: a bank that is open for writing, or in memory.
         retriever: the retriever; None for a bank alone.
+        index: an index in the bank's file other than the retriever; None if there is none, or nobody knows.
     """
 
-    def __init__(self, bank: Bank, retriever: Retriever | None) -> None:
+    def __init__(self, bank: Bank, retriever: Retriever | None, index: Retriever | None = None) -> None:
         self.bank = bank
         self.retriever = retriever
+        self._index = index
 
     def missing_from_retriever(self, documents: Sequence[Document], changed: Container[str]) -> set[str]:
         """Ids of the documents that the retriever lacks, or holds with another text or other metadata.
@@ -348,6 +350,8 @@ class SyncedBank:
         deleted: dict[str, None] = {}
         for name in document_ids:
             if name in self.bank:  # it may have gone with an earlier document that it was merged with
+                if self._index is not None and name in self._index:
+                    self._index.delete(name)  # the bank would have to read the words of all documents
                 deleted |= dict.fromkeys(self.bank.delete(name))
         return tuple(deleted)
 

@@ -12,6 +12,7 @@ import pytest
 from mac_rag import Document, MACEngine
 from mac_rag.bank import MemoryBank
 from mac_rag.bank.bm25 import BankBM25Retriever
+from mac_rag.bank.database import Connection
 from mac_rag.bank.own_kv_reader import OwnKVReader
 from mac_rag.config import AttentionConfig, BaseLMConfig, BoundConfig
 from mac_rag.data.newswire.generate import generate
@@ -178,6 +179,24 @@ def test_of_a_deleted_document_nothing_is_left(model: OwnKVModel, tmp_path: Path
     assert next(one.text for one in DOCUMENTS if one.id == gone).encode()[:40] not in kept
     with pytest.raises(BankError, match="holds no document"):
         bank.codes(bank.rows_of([gone])[gone]) if bank.rows_of([gone]) else bank[gone]
+
+
+def test_deleting_reads_no_other_documents_words(model: OwnKVModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = engine_of(model, retriever=BM25Retriever())
+    read: list[str] = []
+    rows = Connection.rows
+
+    def spy(link: Connection, statement: str, values: Any = ()) -> Any:
+        read.append(statement)
+        return rows(link, statement, values)
+
+    monkeypatch.setattr(Connection, "rows", spy)
+    engine.forget(DOCUMENTS[3].id)
+    assert not any("words FROM bm25_document WHERE key" in statement for statement in read)
+    monkeypatch.undo()
+    assert isinstance(engine.bank, MemoryBank)
+    assert DOCUMENTS[3].id not in BankBM25Retriever(engine.bank)
+    assert texts(engine) == texts(engine_of(model, [one for one in DOCUMENTS if one is not DOCUMENTS[3]]))
 
 
 def test_tenants_see_their_own_documents_alone(model: OwnKVModel) -> None:
