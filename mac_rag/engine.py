@@ -600,7 +600,10 @@ class MACEngine:
                 mass = aggregate_prompts(self._reader, [prompt], known, mass=True).mass
                 assert mass is not None
                 masses = self._reader.by_document(mass, known)
-            return find_sources([prompt.question], [answer], [texts or {}], masses, self._seen, most)[0]
+            seen_only = self._reader.sees_some
+            return find_sources(
+                [prompt.question], [answer], [texts or {}], masses, self._seen, most, seen_only=seen_only
+            )[0]
 
     def evidence(
         self,

@@ -44,6 +44,8 @@ def find_sources(
     masses: tuple[list[str], Tensor] | None,
     bank: BankContents,
     most: int,
+    *,
+    seen_only: bool = False,
 ) -> list[tuple[Source, ...]]:
     """The documents that each answer rests on.
 
@@ -54,6 +56,7 @@ def find_sources(
         masses: ids and attention mass `[B, documents]` of the documents in memory; None without memory.
         bank: the bank, which knows their metadata and may keep their texts.
         most: most sources of an answer.
+        seen_only: True leaves out documents of memory without any attention mass.
 
     Returns:
         For each answer at most `most` sources, the most important one first.
@@ -64,7 +67,8 @@ def find_sources(
         if masses is not None:
             ids, mass = masses
             values, places = mass[row].topk(min(max(most, _LOOKED_AT), len(ids)))
-            shares = {ids[place]: value for place, value in zip(places.tolist(), values.tolist())}
+            found = zip(places.tolist(), values.tolist())
+            shares = {ids[place]: value for place, value in found if value > 0 or not seen_only}
             if any(document_id not in shares for document_id in texts):
                 where = {document_id: place for place, document_id in enumerate(ids)}
                 shares |= {name: float(mass[row, where[name]]) for name in texts if name in where}

@@ -181,6 +181,14 @@ def test_of_a_deleted_document_nothing_is_left(model: OwnKVModel, tmp_path: Path
         bank.codes(bank.rows_of([gone])[gone]) if bank.rows_of([gone]) else bank[gone]
 
 
+def test_documents_that_a_question_does_not_see_are_no_sources(model: OwnKVModel) -> None:
+    engine = engine_of(model)
+    assert engine.answer(["Xyzzy plugh?"], sources=5)[0].sources == ()
+    [answer] = engine.answer(QUESTIONS[:1], sources=30)
+    assert 0 < len(answer.sources) < len(DOCUMENTS)
+    assert sum(source.share or 0 for source in answer.sources) == pytest.approx(1, abs=1e-5)
+
+
 def test_deleting_reads_no_other_documents_words(model: OwnKVModel, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = engine_of(model, retriever=BM25Retriever())
     read: list[str] = []

@@ -92,9 +92,11 @@ class Reader(ABC):
 
     Attributes:
         model: the model that reads; its weights must not change while the reader is in use.
+        sees_some: True if a question sees some rows only, and the mass of all others is exactly 0.
     """
 
     model: MACModel
+    sees_some: bool = False
 
     def __init__(self, bank: BankContents, config: AttentionConfig) -> None:
         self.bank = bank

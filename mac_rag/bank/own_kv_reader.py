@@ -44,6 +44,7 @@ class OwnKVReader(Reader):
     """
 
     bank: Contents
+    sees_some = True
 
     def __init__(self, model: OwnKVModel, bank: Contents, config: AttentionConfig, prior: BM25Retriever) -> None:
         if config.strategy != "streaming":
