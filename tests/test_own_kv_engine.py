@@ -12,6 +12,7 @@ import pytest
 from mac_rag import Document, MACEngine
 from mac_rag.bank import MemoryBank
 from mac_rag.bank.bm25 import BankBM25Retriever
+from mac_rag.bank.copies import backup, restore
 from mac_rag.bank.database import Connection
 from mac_rag.bank.own_kv_reader import OwnKVReader
 from mac_rag.config import AttentionConfig, BaseLMConfig, BoundConfig
@@ -313,6 +314,24 @@ def test_other_models_and_strategies_are_refused(model: OwnKVModel, tiny_model: 
         MACEngine(tiny_model, bank)
     with pytest.raises(ConfigError, match="strategy 'preselect' is one of aggregation networks"):
         MACEngine(model, attention=AttentionConfig(strategy="preselect"))
+
+
+def test_a_bank_that_went_back_is_read_anew(model: OwnKVModel, tmp_path: Path) -> None:
+    """A key of a row means another row once a backup is in the place of the bank."""
+    place = tmp_path / "bank.mac"
+    with MemoryBank.create(place, model.fingerprint) as bank:
+        engine = engine_of(model, DOCUMENTS[:3], bank=bank)
+        backup(place, tmp_path / "backup.mac")
+        engine.adapt(DOCUMENTS[3:6])
+    follower = MACEngine(model, MemoryBank.open(place))
+    texts(follower)
+    with MemoryBank.open(tmp_path / "backup.mac", write=True) as restored:
+        MACEngine(model, restored).adapt(DOCUMENTS[10:13])
+    restore(tmp_path / "backup.mac", place, replace=True)
+    assert follower.refresh()
+    assert texts(follower) == texts(engine_of(model, [*DOCUMENTS[:3], *DOCUMENTS[10:13]]))
+    assert follower.recent_questions == (0, 0)
+    assert follower.answer(QUESTIONS[:1], contexts=[["  "]])[0].contexts == ()
 
 
 def test_streams_batches_and_an_empty_bank(model: OwnKVModel) -> None:

@@ -449,7 +449,8 @@ class OwnKVModel(MACModel, kind="own-kv", config_class=OwnKVConfig):
         check_text(question)
         check_each(contexts, "document")
         room = self.context_window - (max_new_tokens or self.config.max_new_tokens)
-        texts = [text.strip() for text in contexts]
+        given = [text.strip() for text in contexts if text.strip()]
+        texts = given
         encoder = self.base_lm.prompts
         documents = [self.blocks.texts.ids(text) for text in texts]
         left = room - len(self.blocks.question(question))
@@ -462,7 +463,7 @@ class OwnKVModel(MACModel, kind="own-kv", config_class=OwnKVConfig):
                     f"{len(contexts)} documents and the question take {len(after)} tokens, but the LM's window leaves "
                     f"room for {room}; give fewer or shorter documents (a smaller k or chunk size)"
                 )
-            texts = [text for text, _ in encoder.shortened(contexts, documents, left)] if left > 0 else []
+            texts = [text for text, _ in encoder.shortened(given, documents, left)] if left > 0 else []
             left -= 1 + len(texts)  # joined texts may take more tokens than each alone
         if len(after) > room:
             raise DocumentError(
@@ -470,8 +471,7 @@ class OwnKVModel(MACModel, kind="own-kv", config_class=OwnKVConfig):
             )
         begin = self.blocks.document("\n\n".join(texts)) if texts else []
         ids = [*self.blocks.opening, *begin, *self.blocks.question(question)]
-        cut = texts != [text.strip() for text in contexts]
-        return FittedPrompt(question, tuple(ids), tuple(texts), truncated=cut, after_memory=tuple(after))
+        return FittedPrompt(question, tuple(ids), tuple(texts), truncated=texts != given, after_memory=tuple(after))
 
     def fit_conversation(
         self,

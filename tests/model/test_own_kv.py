@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from mac_rag.config import BaseLMConfig
 from mac_rag.data.newswire.generate import generate
-from mac_rag.errors import ConfigError, DamageError, DocumentError, ModelLoadError
+from mac_rag.errors import ConfigError, DamageError, DocumentError, ModelLoadError, PromptError
 from mac_rag.lm.block_attention import BlockAttentionLM
 from mac_rag.lm.chat import Message
 from mac_rag.model import AmortizedModel, MACModel, OwnKVModel, ReadRow, ReadRows
@@ -310,6 +310,78 @@ class TestPrompts:
 def test_what_this_memory_cannot_do_is_refused(coded: OwnKVModel, options: dict[str, Any], match: str) -> None:
     with pytest.raises(ConfigError, match=match):
         coded.generate([coded.fit_to_window("Which port?")], modulation=read(coded, TEXTS[:1]), **options)
+
+
+class TestRefusals:
+    def test_a_window_that_documents_do_not_leave(self, model_folder: Folder) -> None:
+        model = around(model_folder("llama"))
+        with pytest.raises(
+            ConfigError, match=r"context_window is 1000, but \d+ of the LM's 1024 positions are for doc"
+        ):
+            OwnKVModel(model.config.model_copy(update={"context_window": 1000}), model.base_lm, None)
+
+    def test_an_unknown_rotation_only_where_there_is_a_codec(
+        self, model_folder: Folder, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        model = around(model_folder("llama"))
+
+        def unknown(*_: Any) -> Any:
+            raise ModelLoadError("llama rotates the keys of layer 1 in an unknown way; set modulation.kind to lora")
+
+        monkeypatch.setattr("mac_rag.model.own_kv.key_rotation", unknown)
+        with pytest.raises(ModelLoadError, match=r"unknown way; keep keys and values as they are: compression none$"):
+            model.compressed(TEXTS, 4)
+
+    @pytest.mark.parametrize("compression", [0, -1])
+    def test_a_compression_that_is_none(self, model_folder: Folder, compression: int) -> None:
+        with pytest.raises(ConfigError, match=f"compression is {compression}; give a number of at least 1"):
+            around(model_folder("llama"), TEXTS[:2], compression=compression)
+
+    def test_a_configuration_in_place_of_an_lm(self, coded: OwnKVModel) -> None:
+        with pytest.raises(ConfigError, match=r"is made by MACModel\.around, not by from_config"):
+            MACModel.from_config(coded.config)
+
+    def test_another_dtype_of_weights_that_are_not_stored(self, coded: OwnKVModel, tmp_path: Path) -> None:
+        with pytest.raises(ConfigError, match="the folder holds no weights of the LM; leave it out"):
+            coded.save_pretrained(tmp_path / "own", dtype=torch.int8)
+
+    def test_a_conversation_beyond_the_window_or_without_a_template(
+        self, model_folder: Folder, coded: OwnKVModel
+    ) -> None:
+        # Its own system message stands in its place in a prompt, and once more in the turn after the documents.
+        with pytest.raises(PromptError, match="shorten its history or its prompts"):
+            coded.fit_conversation([Message("user", "Hello. " * 1000)])
+        plain = around(model_folder("llama"))
+        with pytest.raises(ConfigError, match="has no chat template, so this LM reads no conversations"):
+            plain.blocks.conversation([Message("user", "Hello.")])
+
+    @pytest.mark.parametrize(
+        ("change", "match"),
+        [({"peft_type": "LOHA"}, "of another kind"), ({"use_dora": True}, "of another kind"), ({}, "the LM has no")],
+    )
+    def test_updates_of_another_kind_or_lm(
+        self, model_folder: Folder, tmp_path: Path, change: dict[str, Any], match: str
+    ) -> None:
+        lm = AutoModelForCausalLM.from_pretrained(model_folder("instruct"), dtype=torch.float32)
+        get_peft_model(lm, LoraConfig(r=2, target_modules=["q_proj"])).save_pretrained(tmp_path)
+        told = {"turn": "{document} {question}", "system": None, "bias_scale": 0.5}
+        (tmp_path / "reading.json").write_text(json.dumps(told))
+        config = json.loads((tmp_path / "adapter_config.json").read_text())
+        (tmp_path / "adapter_config.json").write_text(json.dumps({**config, **change}))
+        if not change:
+            updates = load_file(tmp_path / "adapter_model.safetensors")
+            renamed = {name.replace("layers.1.", "layers.7."): tensor for name, tensor in updates.items()}
+            save_file(renamed, tmp_path / "adapter_model.safetensors")
+        with pytest.raises(ModelLoadError, match=f"holds no updates of this LM: .*{match}"):
+            around(model_folder("instruct"), adapter=tmp_path)
+
+
+def test_a_question_may_be_a_text(model: OwnKVModel) -> None:
+    memory = read(model, TEXTS[:1])
+    assert model.generate([QUESTIONS[0]], modulation=memory) == model.generate(
+        [model.fit_to_window(QUESTIONS[0])], modulation=memory
+    )
+    assert model.generate([QUESTIONS[0]], [TEXTS[:1]]) == model.generate([model.fit_to_window(QUESTIONS[0], TEXTS[:1])])
 
 
 def test_an_lm_that_answers_from_memory_otherwise_is_refused(
