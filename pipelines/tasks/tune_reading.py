@@ -99,7 +99,10 @@ class TuneReadingConfig(Config):
     @model_validator(mode="after")
     def _not_sharded(self) -> TuneReadingConfig:
         if self.trainer.parallel != "ddp":
-            raise ValueError(f"trainer.parallel is {self.trainer.parallel}, but reading is trained with ddp alone")
+            raise ValueError(
+                f"trainer.parallel is {self.trainer.parallel}, but gradients reach the LM's layers through keys and "
+                "values, where FSDP2 does not gather them; set parallel: ddp"
+            )
         return self
 
 
