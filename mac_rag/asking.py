@@ -277,9 +277,7 @@ def _answered(batch: Sequence[_Prepared], settings: Settings, reader: Reader) ->
         mass = None if aggregated is None else aggregated.mass
         masses = None if mass is None else reader.by_document(mass, settings.allowed)
         read = [texts_read(one.hits, one.prompt) for one in batch]
-        sources = find_sources(
-            questions, texts, read, masses, reader.bank, settings.sources, seen_only=reader.sees_some
-        )
+        sources = find_sources(questions, texts, read, masses, reader, settings.sources)
     answers = [
         Answer(
             text,

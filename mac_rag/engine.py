@@ -600,10 +600,7 @@ class MACEngine:
                 mass = aggregate_prompts(self._reader, [prompt], known, mass=True).mass
                 assert mass is not None
                 masses = self._reader.by_document(mass, known)
-            seen_only = self._reader.sees_some
-            return find_sources(
-                [prompt.question], [answer], [texts or {}], masses, self._seen, most, seen_only=seen_only
-            )[0]
+            return find_sources([prompt.question], [answer], [texts or {}], masses, self._reader, most)[0]
 
     def evidence(
         self,

@@ -19,7 +19,7 @@ from typing import Any
 
 from torch import Tensor
 
-from mac_rag.bank.interface import BankContents
+from mac_rag.bank.base_reader import Reader
 from mac_rag.data.dates import date_in, moment_of, written
 from mac_rag.data.types import Source
 from mac_rag.errors import DataError
@@ -42,10 +42,8 @@ def find_sources(
     answers: Sequence[str | None],
     read: Sequence[Mapping[str, str]],
     masses: tuple[list[str], Tensor] | None,
-    bank: BankContents,
+    reader: Reader,
     most: int,
-    *,
-    seen_only: bool = False,
 ) -> list[tuple[Source, ...]]:
     """The documents that each answer rests on.
 
@@ -54,9 +52,8 @@ def find_sources(
         answers: B answers; None for an answer that is not known.
         read: for each question, document id -> text that the LM read, the best first.
         masses: ids and attention mass `[B, documents]` of the documents in memory; None without memory.
-        bank: the bank, which knows their metadata and may keep their texts.
+        reader: reads the bank, which knows their metadata and may hold their texts.
         most: most sources of an answer.
-        seen_only: True leaves out documents of memory without any attention mass.
 
     Returns:
         For each answer at most `most` sources, the most important one first.
@@ -68,12 +65,12 @@ def find_sources(
             ids, mass = masses
             values, places = mass[row].topk(min(max(most, _LOOKED_AT), len(ids)))
             found = zip(places.tolist(), values.tolist())
-            shares = {ids[place]: value for place, value in found if value > 0 or not seen_only}
+            shares = {ids[place]: value for place, value in found if value > 0 or not reader.sees_some}
             if any(document_id not in shares for document_id in texts):
                 where = {document_id: place for place, document_id in enumerate(ids)}
                 shares |= {name: float(mass[row, where[name]]) for name in texts if name in where}
         candidates = [
-            _source(name, shares.get(name), texts.get(name), question, answer, bank)
+            _source(name, shares.get(name), texts.get(name), question, answer, reader)
             for name in dict.fromkeys([*texts, *shares])
         ]
         candidates.sort(key=_rank, reverse=True)  # stable, so equals keep the retriever's order
@@ -148,19 +145,18 @@ def highlights(text: str, answer: str) -> list[tuple[int, int]]:
 
 
 def _source(
-    name: str, share: float | None, read: str | None, question: str, answer: str | None, bank: BankContents
+    name: str, share: float | None, read: str | None, question: str, answer: str | None, reader: Reader
 ) -> tuple[Source, Support | None]:
     """A document as a source, and its sentence that says the answer."""
     metadata: Mapping[str, object] = {}
     text, date = read, None
-    if name in bank:
-        entry = bank[name]
-        place = entry.place(name)
-        metadata = entry.members[place].metadata
+    if name in reader.bank:
+        entry = reader.bank[name]
+        metadata = entry.members[entry.place(name)].metadata
         with suppress(DataError):  # a bank from elsewhere may hold something other than a date there
             date = date_in(metadata)
-        if text is None and bank.keep_texts:
-            text = entry.texts[place]
+        if text is None:
+            text = reader.text_of(name)
     support = None if text is None or answer is None else support_of(text, answer, question)
     span = None if support is None else support.span
     return Source(name, share, read is not None, date, metadata, text, span), support

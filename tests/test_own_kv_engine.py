@@ -188,6 +188,8 @@ def test_documents_that_a_question_does_not_see_are_no_sources(model: OwnKVModel
     [answer] = engine.answer(QUESTIONS[:1], sources=30)
     assert 0 < len(answer.sources) < len(DOCUMENTS)
     assert sum(source.share or 0 for source in answer.sources) == pytest.approx(1, abs=1e-5)
+    held = {document.id: document.text for document in DOCUMENTS}
+    assert all(source.text == held[source.document_id] for source in answer.sources)  # the index in the bank has them
 
 
 def test_deleting_reads_no_other_documents_words(model: OwnKVModel, monkeypatch: pytest.MonkeyPatch) -> None:

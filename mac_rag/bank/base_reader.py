@@ -166,6 +166,13 @@ class Reader(ABC):
         """
         return [], list(hits)
 
+    def text_of(self, document_id: str) -> str | None:
+        """The text of a document of the bank; None if the bank does not keep it."""
+        if not self.bank.keep_texts:
+            return None
+        entry = self.bank[document_id]
+        return entry.texts[entry.place(document_id)]
+
     @torch.no_grad()
     def attention_mass(self, questions: Sequence[str], allowed: Container[str] | None = None) -> Tensor:
         """The share of each question's attention that goes to each row of the bank, in the last block.

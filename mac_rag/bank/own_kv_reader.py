@@ -116,6 +116,13 @@ class OwnKVReader(Reader):
                 others.append(part)
         return list(read.items()), others
 
+    def text_of(self, document_id: str) -> str | None:
+        kept = super().text_of(document_id)
+        if kept is not None or document_id not in self._prior:
+            return kept
+        [document] = self._prior.documents([document_id])
+        return document.text if self._holds(Hit(document_id, document.text, 0.0)) else None
+
     def _holds(self, hit: Hit) -> bool:
         """True if the bank holds a document with this text."""
         if hit.document_id not in self.bank:
