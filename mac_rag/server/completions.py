@@ -18,7 +18,6 @@ from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 
 from mac_rag.errors import MACError
-from mac_rag.lm.chat import Message
 from mac_rag.lm.decoding import Sampling
 from mac_rag.server.api_errors import APIError, error_of, no_such_model, unexpected
 from mac_rag.server.asking import Reply, ServedQuestion
@@ -26,6 +25,7 @@ from mac_rag.server.catalog import ServedBank
 from mac_rag.server.keys import Principal
 from mac_rag.server.requests import AnswerRequest, ChatRequest, CompletionRequest, EmbeddingRequest, Reader, StrictRoute
 from mac_rag.server.service import EMBEDDING_MODEL, Service
+from mac_rag.server.structured import Wanted, conversation, wanted
 from mac_rag.sources import source_record
 
 _log = logging.getLogger(__name__)
@@ -53,7 +53,8 @@ def routes(service: Service) -> APIRouter:
     async def chat(body: ChatRequest, request: Request, who: Reader) -> Response:
         """Answers the last message."""
         _check_chat(body)
-        messages = [Message(_ROLES[message.role], message.text) for message in body.messages]
+        asked = wanted(body, is_chat=service.asking.reads_conversations)
+        messages = conversation(body.messages, asked)
         if messages[-1].role != "user":
             raise APIError(
                 400,
@@ -65,7 +66,7 @@ def routes(service: Service) -> APIRouter:
         question = replace(question, before=tuple(messages[:-1]))
         if len(messages) > 1 and not service.asking.reads_conversations:
             notes.append("this model reads only the last message; the messages before it had no influence")
-        shape = _Chat(body.model, notes)
+        shape = _Chat(body.model, notes, asked)
         if body.stream:
             return await _streamed(service, [question], shape, _wants_usage(body))
         return await _answered(service, request, [question], shape)
@@ -114,9 +115,6 @@ def routes(service: Service) -> APIRouter:
     return router
 
 
-_ROLES: dict[str, Any] = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
-
-
 class _Shape:
     """Writes replies as JSON, as a whole and as pieces of a stream.
 
@@ -139,7 +137,7 @@ class _Shape:
 
     def whole(self, replies: list[Reply]) -> dict[str, Any]:
         choices = [
-            {**self.choice(index, reply), "logprobs": None, "finish_reason": _finish(reply)}
+            {"logprobs": None, "finish_reason": _finish(reply), **self.choice(index, reply)}
             for index, reply in enumerate(replies)
         ]
         own = {"sources": _sources(replies[0]), **self._own(replies[0])}
@@ -171,8 +169,16 @@ class _Shape:
 class _Chat(_Shape):
     prefix, kind, piece_kind = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
+    def __init__(self, model: str, notes: list[str], asked: Wanted | None) -> None:
+        super().__init__(model, notes)
+        self._asked = asked
+
     def choice(self, index: int, reply: Reply) -> dict[str, Any]:
-        return {"index": index, "message": {"role": "assistant", "content": reply.text, "refusal": None}}
+        message = {"role": "assistant", "content": reply.text, "refusal": None}
+        if self._asked is not None:
+            message = self._asked.message(reply.text)
+        calls = {"finish_reason": "tool_calls"} if "tool_calls" in message else {}
+        return {"index": index, "message": message, **calls}
 
     def piece_choice(self, index: int, text: str | None, first: bool) -> dict[str, Any]:
         delta: dict[str, Any] = {} if text is None else {"content": text}
@@ -343,12 +349,6 @@ def _check_chat(body: ChatRequest) -> None:
     _check_common(body)
     if body.logprobs or body.top_logprobs:
         raise APIError(400, "logprobs are not supported by this model; leave them out", param="logprobs")
-    if body.tools:
-        raise APIError(400, "tools are not supported by this model; leave them out", param="tools")
-    if body.tool_choice not in (None, "none", "auto"):
-        raise APIError(400, "tools are not supported by this model; leave tool_choice out", param="tool_choice")
-    if body.response_format not in (None, {"type": "text"}):
-        raise APIError(400, "only the response_format text is supported; leave it out", param="response_format")
 
 
 def _check_completion(body: CompletionRequest) -> None:

@@ -51,7 +51,7 @@ class TextPart(Body):
 
 
 class ChatMessage(Body):
-    role: Literal["system", "developer", "user", "assistant"]
+    role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | list[TextPart] | None = None
     name: str | None = None
     # Clients send the message of an answer back as it came, including its empty fields.
@@ -60,11 +60,10 @@ class ChatMessage(Body):
     function_call: None = None
     annotations: list[Any] | None = None
     tool_calls: list[Any] | None = None
+    tool_call_id: str | None = None
 
     @model_validator(mode="after")
     def _says_something(self) -> ChatMessage:
-        if self.tool_calls:
-            raise ValueError("tool calls are not supported; leave the message out")
         if self.content is None and self.role != "assistant":
             raise ValueError(f"a message with the role {self.role} must have a content")
         return self
