@@ -205,6 +205,8 @@ def adapt(
             f"{report.added} added, {report.updated} updated, {report.unchanged} unchanged; "
             f"{bank} holds {len(opened)} documents"
         )
+        if report.rows > report.added + report.updated:
+            say(f"{report.rows} rows: documents beyond the limit were cut into parts, after sentences if possible")
         if report.forgotten:
             say(f"{len(report.forgotten)} forgotten to make room")
         if text_retriever is not None:

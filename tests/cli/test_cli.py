@@ -54,10 +54,12 @@ def test_a_long_document_is_remembered_in_parts_or_refused(model: str, tmp_path:
     arguments = ("adapt", tmp_path / "long.txt", "--bank", tmp_path / "bank", "--model", model)
     assert "long.txt" in refusal(*arguments, "--on-long", "error")
     assert not (tmp_path / "bank").exists()
-    assert run(*arguments).exit_code == 0
+    adapted = run(*arguments)
+    assert adapted.exit_code == 0
     bank = MemoryBank.open(tmp_path / "bank")
     assert len(bank) == 1
     assert len(bank.phi) > 1
+    assert f"{len(bank.phi)} rows: documents beyond the limit were cut into parts" in adapted.stdout
 
 
 def test_a_folder_of_pages_is_remembered_with_their_titles(model: str, tmp_path: Path) -> None:
