@@ -63,6 +63,7 @@ class OwnKVReader(Reader):
         assert isinstance(bank, Contents)
         if bank.history != self.bank.history:
             self._kept.clear()
+            self._scores.clear()
         self.bank = bank
         if bank.row_keys is not self._row_keys:
             self._row_keys = bank.row_keys
