@@ -32,7 +32,9 @@ def _around(lm: str, data: str, adapter: str | None) -> tuple[OwnKVModel, Sequen
     from mac_rag.data.squad import read_squad
     from mac_rag.model import MACModel, OwnKVModel
 
-    model = MACModel.around(BaseLMConfig(name=lm, dtype="bf16"), compression=None, adapter=adapter)
+    model = MACModel.around(
+        BaseLMConfig(name=lm, dtype="bf16"), compression=None, adapter=adapter, sentence_encoder=None
+    )
     assert isinstance(model, OwnKVModel)
     documents = read_squad(data, "qa_lt_val").documents
     return model, [document.text for document in documents[:: len(documents) // _FITTED]]

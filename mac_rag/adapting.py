@@ -19,14 +19,15 @@ from mac_rag.bank.bank import MemoryBank
 from mac_rag.bank.database import PART_BITS
 from mac_rag.bank.interface import Bank, BankContents
 from mac_rag.bank.overview import keep_rows_for, put_with_overview
-from mac_rag.bank.reduction import BoundedBank
+from mac_rag.bank.reduction import BoundedBank, given
+from mac_rag.bank.rows import RowLayout
 from mac_rag.config import BoundConfig
 from mac_rag.data.characters import shown_id
 from mac_rag.data.languages import language_of
 from mac_rag.data.provenance import Member
 from mac_rag.data.types import Document
 from mac_rag.errors import BankError, DocumentError, MACError
-from mac_rag.model import BATCH_TOKENS, AmortizedModel, MACModel
+from mac_rag.model import BATCH_TOKENS, AmortizedModel, MACModel, OwnKVModel
 from mac_rag.progress import progress_bar
 from mac_rag.retrieval.base import Retriever
 from mac_rag.shipped_models import shipped_name
@@ -270,12 +271,23 @@ class DocumentWriter:
             if isinstance(bank, MemoryBank) and isinstance(self.model, AmortizedModel):
                 assert isinstance(phi, Tensor)
                 return put_with_overview(bank, self.model.aggregation, documents, phi, rows)
+            if isinstance(bank, MemoryBank) and isinstance(self.model, OwnKVModel):
+                keep_rows_for_model(bank, self.model)
+                summaries = self._sentence_keys(documents, rows)
+                return bank.put(documents, phi, rows, summarise=given(summaries))
             return bank.put(documents, phi, rows)
         assert isinstance(bank, MemoryBank)  # see `MACEngine`
         keep_rows_for_model(bank, self.model)
+        summaries = self._sentence_keys(documents, rows)
         if self._bounded is None or self._bounded.bank is not bank:
             self._bounded = BoundedBank(bank, self.bound.maximum, self.bound.method)
-        return self._bounded.put(documents, phi, rows).forgotten
+        return self._bounded.put(documents, phi, rows, summaries=summaries).forgotten
+
+    def _sentence_keys(self, documents: Sequence[Document], rows: Sequence[int]) -> Tensor | None:
+        """What the sentence encoder of a model with its LM's own keys and values makes of each row."""
+        if not isinstance(self.model, OwnKVModel) or self.model.sentences is None:
+            return None
+        return self.model.sentence_keys([document.text for document in documents], rows)
 
     def remember(self, bank: Bank, documents: Sequence[Document]) -> None:
         """Plans, encodes and puts documents, without committing."""
@@ -285,9 +297,12 @@ class DocumentWriter:
 
 
 def keep_rows_for_model(bank: MemoryBank, model: MACModel) -> None:
-    """Has an empty bank keep rows for a model (`mac_rag.bank.overview.keep_rows_for`), if it is an amortized one."""
+    """Has an empty bank keep rows for a model, as `mac_rag.bank.overview.keep_rows_for` does."""
     if isinstance(model, AmortizedModel):
         keep_rows_for(bank, model.aggregation)
+    elif isinstance(model, OwnKVModel):
+        width = 0 if model.sentences is None else model.sentences.width
+        bank.keep_rows_as(RowLayout(token_bytes=model.token_bytes, summary=width, prior_keys=width))
 
 
 def windows(documents: Sequence[Document], plan: Plan) -> Iterator[list[Document]]:

@@ -500,8 +500,10 @@ class OwnKVConfig(Config):
         turn: what the user says, with `{document}` and after it `{question}`.
         adapter: True if the folder holds low-rank updates of the LM, trained by `pipelines.tune_reading`.
         bytes_per_token: bytes that a document's token takes in a bank; None keeps all keys and values as they are.
-        bias_scale: what a document's BM25 score, relative to the best one, is multiplied with before it is added to
-            the attention logits of its tokens.
+        sentence_encoder: encoder of the document prior, as `mac_rag.retrieval.registry.make_encoder` knows it, which
+            also finds documents that share no word with a question; None for BM25 alone.
+        bias_scale: what a document's score, relative to the best one, is multiplied with before it is added to the
+            attention logits of its tokens.
         max_document_tokens: longest row of a document.
         memory_tokens: most tokens of documents that a question sees.
         max_new_tokens: longest answer, in tokens.
@@ -516,6 +518,7 @@ class OwnKVConfig(Config):
     )
     adapter: bool = False
     bytes_per_token: int | None = Field(None, ge=1)
+    sentence_encoder: str | None = None
     bias_scale: float = Field(0.5, ge=0)
     max_document_tokens: int = Field(1024, ge=8)
     memory_tokens: int = Field(2048, ge=8)

@@ -30,7 +30,12 @@ QUESTIONS = [question.question for question in STREAM.questions[:6]]
 
 @pytest.fixture(scope="module")
 def model(model_folder: Folder) -> OwnKVModel:
-    made = MACModel.around(BaseLMConfig(name=str(model_folder("llama")), dtype="fp32"), compression=None, device="cpu")
+    made = MACModel.around(
+        BaseLMConfig(name=str(model_folder("llama")), dtype="fp32"),
+        compression=None,
+        device="cpu",
+        sentence_encoder=None,
+    )
     assert isinstance(made, OwnKVModel)
     # Enough for every document whose bias does not leave it out.
     return OwnKVModel(

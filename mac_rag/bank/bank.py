@@ -44,7 +44,7 @@ from mac_rag.bank.entries import BankEntry, NewEntry, Texts, described_members, 
 from mac_rag.bank.interface import BankContents, Intent
 from mac_rag.bank.keys_file import KeysFile, read_keys_file, remove_keys_file, write_keys_file
 from mac_rag.bank.known_documents import KnownDocuments
-from mac_rag.bank.rows import NewRows, PackedRow, RowDtype, RowLayout, Rows, Summaries, overview_crc
+from mac_rag.bank.rows import CodedRows, NewRows, PackedRow, RowDtype, RowLayout, Rows, Summaries, overview_crc
 from mac_rag.data.characters import fault_of
 from mac_rag.data.document_ids import id_hash
 from mac_rag.data.provenance import Member
@@ -57,7 +57,7 @@ from mac_rag.untrusted_files import METADATA_DEPTH, parse_json
 __all__ = ["BankEntry", "Contents", "MemoryBank", "Snapshot"]
 
 # Makes summaries `[n, S]` of rows `[n, T, D]` as they are kept.
-Summarise: TypeAlias = Callable[[Tensor], Tensor]
+Summarise: TypeAlias = Callable[[NewRows], Tensor]
 
 _PAGE = 512  # entries that are read in one query
 _SUMMARIES = 8192  # rows whose summaries are read in one query
@@ -518,6 +518,15 @@ class Contents:
         firsts = {name: (found[name][0] << PART_BITS, found[name][1]) for name in names if name in found}
         return {name: list(range(first, first + rows)) for name, (first, rows) in firsts.items()}
 
+    def documents_of(self, keys: Iterable[int]) -> dict[int, str]:
+        """The id of the document that each of some rows was made of, by the row's key; see `row_keys`.
+
+        Of merged documents it is that of the first.
+        """
+        first = {key: key >> PART_BITS << PART_BITS for key in keys}
+        found = dict(self.connection.rows_in("SELECT key, id FROM document WHERE key IN ({})", [*set(first.values())]))
+        return {key: found[own] for key, own in first.items()}
+
     def _check_holds_codes(self) -> None:
         if self._state.settings.shape is not None and not self.layout.token_bytes:
             raise BankError(f"{self.path or 'this bank'} holds memory tokens and no codes; read them with phi")
@@ -924,7 +933,8 @@ class MemoryBank(Contents):
             phi: `[N, T, D]`, the memory tokens of all documents, row after row. Or the codes of each of the N rows,
                 uint8 `[n, B]`; in an empty bank that has no dtype, the first ones make it a bank of codes for good.
             rows: number of rows of each document; None for one row each.
-            summarise: makes the summaries, in a bank whose layout has any; None if they are not known.
+            summarise: makes the summaries `[N, S]`, in a bank whose layout has any; None if they are not known, which
+                a bank of codes does not take.
 
         Returns:
             Ids of other documents that were removed, because they were merged with a replaced document.
@@ -943,10 +953,17 @@ class MemoryBank(Contents):
             self._insert(link, encoded, entries)
         return tuple(name for name in removed if name not in names)
 
-    def check_put(self, documents: Sequence[Document], phi: NewRows, rows: Sequence[int] | None = None) -> None:
+    def check_put(
+        self,
+        documents: Sequence[Document],
+        phi: NewRows,
+        rows: Sequence[int] | None = None,
+        *,
+        summarise: Summarise | None = None,
+    ) -> None:
         """Raises what `put` would raise, and changes nothing."""
         self._checked(documents, phi, rows)
-        self._encoded(phi)
+        self._encoded(phi, summarise)
 
     def _checked(self, documents: Sequence[Document], phi: NewRows, rows: Sequence[int] | None) -> list[NewEntry]:
         return new_entries(documents, rows, len(phi), keep_texts=self.keep_texts)
@@ -1062,10 +1079,18 @@ class MemoryBank(Contents):
             with self.changing() as link:
                 self._insert(link, encoded, [NewEntry(entry.rows, entry.members, entry.texts)])
 
-    def _encoded(self, phi: NewRows, summarise: Summarise | None = None) -> Rows | list[Tensor]:
+    def _encoded(self, phi: NewRows, summarise: Summarise | None = None) -> Rows | CodedRows:
         """Memory tokens as the bank keeps them; codes as they are."""
         if not isinstance(phi, Tensor):
-            return self._checked_codes(phi)
+            codes = self._checked_codes(phi)
+            if not self.layout.token_bytes or not self.layout.summary:
+                return CodedRows(codes, torch.empty(len(codes), 0))
+            if summarise is None:
+                raise BankError(
+                    f"this bank keeps a summary of {self.layout.summary} numbers beside the codes of each row, and "
+                    "none was given; adapt to the documents with their model (MACEngine.adapt)"
+                )
+            return CodedRows(codes, summarise(codes))
         if self.layout.token_bytes:
             raise BankError(
                 f"memory tokens of shape {list(phi.shape[1:])} do not fit this bank, whose rows are codes of "
@@ -1216,12 +1241,12 @@ class MemoryBank(Contents):
             self._set(shape=None)
         return tuple(names)
 
-    def _insert(self, link: Connection, rows: Rows | list[Tensor], entries: Sequence[NewEntry]) -> None:
+    def _insert(self, link: Connection, rows: Rows | CodedRows, entries: Sequence[NewEntry]) -> None:
         """Writes entries with their rows."""
         if not entries:
             return
-        if not isinstance(rows, Rows):
-            self._set(layout=RowLayout(token_bytes=rows[0].shape[1]))
+        if isinstance(rows, CodedRows) and not self.layout.token_bytes:
+            self._set(layout=RowLayout(token_bytes=rows.codes[0].shape[1]))
         settings = self._state.settings
         shape = self.layout.row_shape(rows)
         first = max(settings.next_sequence, self._unused)
@@ -1252,7 +1277,7 @@ class MemoryBank(Contents):
         keys = [record.sequence << PART_BITS | number for record in records for number in range(record.rows)]
         packed: list[PackedRow] = self.layout.pack(rows)
         crcs = [row.crcs for row in packed]
-        tokens = [shape[0]] * len(packed) if isinstance(rows, Rows) else [len(codes) for codes in rows]
+        tokens = [shape[0]] * len(packed) if isinstance(rows, Rows) else [len(codes) for codes in rows.codes]
         link.write(
             "INSERT INTO row VALUES (?, ?, ?, ?)",
             ((key, n, row.codes, crc) for key, n, row, (crc, _) in zip(keys, tokens, packed, crcs, strict=True)),

@@ -115,9 +115,11 @@ class BankBM25Retriever(BM25Retriever):
         self._follow()
         return super().retrieve(questions, k, allowed=allowed)
 
-    def scores(self, questions: Sequence[str], document_ids: Sequence[str]) -> list[list[float]]:
+    def scores(
+        self, questions: Sequence[str], document_ids: Sequence[str], *, allowed: Container[str] | None = None
+    ) -> list[list[float]]:
         self._follow()
-        return super().scores(questions, document_ids)
+        return super().scores(questions, document_ids, allowed=allowed)
 
     def __len__(self) -> int:
         self._follow()

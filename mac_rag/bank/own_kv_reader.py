@@ -15,6 +15,7 @@ from mac_rag.bank.bank import Contents
 from mac_rag.bank.base_reader import Aggregated, Reader
 from mac_rag.bank.database import PART_BITS
 from mac_rag.bank.interface import BankContents
+from mac_rag.bank.sentence_keys import SentenceKeys
 from mac_rag.config import AttentionConfig
 from mac_rag.data.types import Document
 from mac_rag.errors import ConfigError
@@ -28,6 +29,9 @@ _CANDIDATES = 64  # documents that the prior finds for a question; a budget of t
 # Of what another retriever than BM25 has found, only the order says how probable a document is: the bias is this
 # number times the logarithm of the rank.
 _RANK_WEIGHT = 2.0
+# A cosine of MiniLM counts as much as this number in a BM25 score: best for 2,112 validation questions of SQuAD among
+# 432 paragraphs, flat from 20 to 60. The right paragraph comes first for 84.1 % of them, by BM25 alone for 79.3 %.
+_SENTENCE_WEIGHT = 25.0
 
 
 class OwnKVReader(Reader):
@@ -37,7 +41,7 @@ class OwnKVReader(Reader):
         model: the model.
         bank: a bank that it wrote, or a snapshot of one.
         config: how many bytes of decoded rows are kept. Attention is always to all rows that can matter.
-        prior: scores all documents of the bank for a question.
+        prior: scores all documents of the bank for a question, together with the model's sentence encoder.
 
     Raises:
         ConfigError: for an attention strategy other than `streaming`.
@@ -55,6 +59,7 @@ class OwnKVReader(Reader):
         super().__init__(bank, config)
         self.model = self._own = model
         self._prior = prior
+        self._sentences = None if model.sentences is None else SentenceKeys(model.sentences, bank)
         self._kept: OrderedDict[int, Tensor] = OrderedDict()  # by key of a row: its decoded keys and values
         self._row_keys = bank.row_keys
         self._scores: OrderedDict[tuple[int, str], list[float]] = OrderedDict()
@@ -64,7 +69,11 @@ class OwnKVReader(Reader):
         if bank.history != self.bank.history:
             self._kept.clear()
             self._scores.clear()
+            if self._sentences is not None:
+                self._sentences = SentenceKeys(self._sentences.encoder, bank)
         self.bank = bank
+        if self._sentences is not None:
+            self._sentences.follow(bank)
         if bank.row_keys is not self._row_keys:
             self._row_keys = bank.row_keys
             held = set(self._row_keys.tolist()) if self._kept else set()
@@ -89,9 +98,9 @@ class OwnKVReader(Reader):
         seen = [list(documents) for documents in read or [()] * len(questions)]
         unknown = [place for place, documents in enumerate(seen) if not documents]
         if unknown:
-            found = self._prior.retrieve([questions[place] for place in unknown], _CANDIDATES, allowed=allowed)
-            for place, hits in zip(unknown, found, strict=True):
-                seen[place] = self._biased(hits, scored=True)
+            found = self._probable([questions[place] for place in unknown], allowed)
+            for place, scores in zip(unknown, found, strict=True):
+                seen[place] = [(name, self._own.config.bias_scale * score) for name, score in scores.items()]
         candidates = [list(self._candidates(*each)) for each in zip(questions, seen, strict=True)]
         # Of documents that somebody has chosen, none is left out for want of room: they are not in the prompt either.
         wanted = [0 if place in unknown else _one_row_each(rows) for place, rows in enumerate(candidates)]
@@ -169,6 +178,26 @@ class OwnKVReader(Reader):
             for rank, hit in enumerate(hits, 1)
         ]
 
+    def _probable(self, questions: Sequence[str], allowed: Container[str] | None) -> list[dict[str, float]]:
+        """The documents that the prior finds for each question, and their scores."""
+        hits = self._prior.retrieve(questions, _CANDIDATES, allowed=allowed)
+        found = [{hit.document_id: hit.score for hit in own} for own in hits]
+        if self._sentences is None:
+            return found
+        nearest = self._sentences.nearest(questions, _CANDIDATES, allowed)
+        named = self.bank.documents_of([key for keys in nearest for key in keys])
+        both = [{*own, *(named[key] for key in keys)} for own, keys in zip(found, nearest, strict=True)]
+        names = sorted(set().union(*both))
+        rows, words = self.bank.rows_of(names), self._prior.scores(questions, names, allowed=allowed)
+        return [
+            {
+                name: score + _SENTENCE_WEIGHT * max(self._sentences.cosines(question, rows[name]))
+                for name, score in zip(names, scores, strict=True)
+                if name in own and name in rows
+            }
+            for question, own, scores in zip(questions, both, words, strict=True)
+        ]
+
     def _candidates(self, question: str, documents: Sequence[tuple[str, float]]) -> Iterator[tuple[int, float, int]]:
         """Key, bias and number of tokens of each row of some documents."""
         rows = self.bank.rows_of([name for name, _ in documents])
@@ -181,13 +210,16 @@ class OwnKVReader(Reader):
                 yield key, bias - self._own.config.bias_scale * less, tokens[key]
 
     def _below_best(self, question: str, name: str, keys: Sequence[int]) -> list[float]:
-        """For each row of a long document, by how much BM25 scores it lower than the best of them."""
+        """For each row of a long document, by how much the prior scores it lower than the best of them."""
         known = keys[0], question
         if known not in self._scores:
             [document] = self._prior.documents([name])
             parts = BM25Retriever()
             parts.add([Document(str(place), text) for place, text in enumerate(self._own.chunks(document.text))])
             [scores] = parts.scores([question], [str(place) for place in range(len(parts))])
+            if self._sentences is not None:
+                cosines = self._sentences.cosines(question, keys)
+                scores = [score + _SENTENCE_WEIGHT * cosine for score, cosine in zip(scores, cosines, strict=True)]
             self._scores[known] = [max(scores) - score for score in scores]
             while len(self._scores) > 10 * _CANDIDATES:
                 self._scores.popitem(last=False)

@@ -18,7 +18,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from mac_rag.bank.bank import MemoryBank
+from mac_rag.bank.bank import MemoryBank, Summarise
 from mac_rag.bank.database import PART_BITS
 from mac_rag.bank.rows import NewRows
 from mac_rag.data.types import Document
@@ -84,13 +84,21 @@ class BoundedBank:
         self._forgotten: list[str] = []  # during one call
         self._averaged = 0  # during one call
 
-    def put(self, documents: Sequence[Document], phi: NewRows, rows: Sequence[int] | None = None) -> Reduction:
+    def put(
+        self,
+        documents: Sequence[Document],
+        phi: NewRows,
+        rows: Sequence[int] | None = None,
+        *,
+        summaries: Tensor | None = None,
+    ) -> Reduction:
         """Puts documents as `MemoryBank.put` does, all or none, and makes room for each as it arrives.
 
         Args:
             documents: see `MemoryBank.put`.
             phi: see `MemoryBank.put`.
             rows: see `MemoryBank.put`.
+            summaries: `[N, S]`, those of all rows, for a bank of codes that has any.
 
         Raises:
             BankError: see `MemoryBank.put`.
@@ -98,14 +106,15 @@ class BoundedBank:
         """
         self._check_method(not isinstance(phi, Tensor))
         # Documents are put one by one; this finds errors of later documents before the bank changes.
-        self.bank.check_put(documents, phi, rows)
+        self.bank.check_put(documents, phi, rows, summarise=given(summaries))
         self._follow()
         kept = phi.detach().cpu() if isinstance(phi, Tensor) else phi
         stops = list(accumulate([1] * len(documents) if rows is None else rows))
         for document, start, stop in zip(documents, [0, *stops], stops):
             part = kept[start:stop]
             replaced = self.bank[document.id].sequence if document.id in self.bank else None
-            self._forgotten += self.bank.put([document], part, [len(part)])
+            own = None if summaries is None else summaries[start:stop]
+            self._forgotten += self.bank.put([document], part, [len(part)], summarise=given(own))
             if replaced is not None:
                 self._remove(replaced)
             self._arrive(self.bank[document.id].sequence, document.id)
@@ -277,3 +286,8 @@ class ClosestPair:
         self._bounds[slots], best = exact.max(1)
         self._nearest[slots] = candidates.gather(1, best[:, None]).squeeze(1)
         self._nearest_keys[slots] = self._keys[self._nearest[slots]]
+
+
+def given(summaries: Tensor | None) -> Summarise | None:
+    """What `MemoryBank.put` takes for summaries that are known; None for None."""
+    return None if summaries is None else lambda _: summaries

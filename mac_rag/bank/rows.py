@@ -13,7 +13,7 @@ A row stands for one text. It has some of these columns, which are kept as three
 W is the largest number of places of a row here; the blobs of a row have only as many places as the row needs.
 
 A bank of codes keeps something else: the keys and values of a language model, as a codec has written them. The codes of
-a row are then uint8 `[n, B]`, B bytes for each of its n tokens, and the row has no other columns.
+a row are then uint8 `[n, B]`, B bytes for each of its n tokens. Beside them it may have a summary, and no other column.
 """
 
 from __future__ import annotations
@@ -118,7 +118,8 @@ class RowLayout(BaseModel):
         prior_keys: P, the first numbers of a summary, which are rounded to bf16; the others are float32.
         whole_tokens: V, with dtype pq a row's first tokens, which are kept in bf16.
         code_bytes: M, with dtype pq the bytes of each other token; 0 in a bank whose codebooks are not known yet.
-        token_bytes: B, in a bank of codes the bytes of each token; 0 for memory tokens. Such rows have nothing else.
+        token_bytes: B, in a bank of codes the bytes of each token; 0 for memory tokens. Beside them, such rows have
+            summaries only.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -137,8 +138,8 @@ class RowLayout(BaseModel):
             raise ValueError(f"{self.prior_keys:,} prior keys in a summary of {self.summary:,} numbers: that cannot be")
         if self.dtype != "pq" and (self.whole_tokens or self.code_bytes):
             raise ValueError(f"rows in {self.dtype} have no codes")
-        if self.token_bytes and self.model_dump(exclude={"token_bytes"}, exclude_defaults=True):
-            raise ValueError(f"codes of {self.token_bytes:,} bytes a token are all that a row has: that cannot be")
+        if self.token_bytes and (self.dtype is not None or self.lexical_vectors):
+            raise ValueError(f"rows of codes, of {self.token_bytes:,} bytes a token, have summaries only beside them")
         return self
 
     @property
@@ -151,9 +152,9 @@ class RowLayout(BaseModel):
         sizes = {"dtype": "pq", "whole_tokens": quantizer.whole, "code_bytes": quantizer.code_bytes}
         return self.model_copy(update=sizes)
 
-    def row_shape(self, rows: Rows | Sequence[Tensor]) -> tuple[int, int]:
+    def row_shape(self, rows: Rows | CodedRows) -> tuple[int, int]:
         """`(T, D)` of rows; `(1, B)` of codes, whose rows have one token or more."""
-        if not isinstance(rows, Rows):
+        if isinstance(rows, CodedRows):
             return 1, self.token_bytes
         tokens, width = rows.columns["phi"].shape[1:]
         return (tokens + rows.columns["product_codes"].shape[1] if self.dtype == "pq" else tokens), width
@@ -177,10 +178,12 @@ class RowLayout(BaseModel):
         """Bytes of a row of `[tokens, width]` memory tokens, without its lexical vectors."""
         return sum(dtype.itemsize * math.prod(shape) for dtype, shape in self._shapes(tokens, width).values())
 
-    def pack(self, rows: Rows | Sequence[Tensor]) -> list[PackedRow]:
-        """The bytes of each row, or of the codes of each."""
-        if not isinstance(rows, Rows):
-            return [PackedRow(_bytes(codes), b"", b"", b"") for codes in rows]
+    def pack(self, rows: Rows | CodedRows) -> list[PackedRow]:
+        """The bytes of each row."""
+        if isinstance(rows, CodedRows):
+            columns = self._summary_columns(rows.summaries) if self.summary else {}
+            summaries = _side_by_side([columns[name] for name in _SUMMARY if name in columns], len(rows.codes))
+            return [PackedRow(_bytes(one), beside, b"", b"") for one, beside in zip(rows.codes, summaries, strict=True)]
         count = len(rows)
         codes, summary = (
             _side_by_side([rows.columns[name] for name in names if name in rows.columns], count)
@@ -326,8 +329,20 @@ class RowLayout(BaseModel):
         return torch.cat([phi, lexical.view(len(phi), self.lexical_vectors, phi.shape[2])], 1)
 
 
+class CodedRows(NamedTuple):
+    """n rows of a bank of codes.
+
+    Attributes:
+        codes: of each row, uint8 `[n, B]`.
+        summaries: `[n, S]` float32.
+    """
+
+    codes: list[Tensor]
+    summaries: Tensor
+
+
 class Rows:
-    """n rows of a bank.
+    """n rows of a bank of memory tokens.
 
     Args:
         columns: tensors by name; see the module.

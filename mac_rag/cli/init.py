@@ -34,6 +34,13 @@ def init(
         Path | None,
         typer.Option(help="Folder best or last of `python -m pipelines.tune_reading`.", file_okay=False),
     ] = None,
+    sentence_encoder: Annotated[
+        str,
+        typer.Option(
+            help="Finds documents that share no word with a question, beside BM25: minilm, contriever, dpr, "
+            "sentence-transformers:MODEL, or none."
+        ),
+    ] = "minilm",
     dtype: Annotated[Literal["bf16", "fp16", "fp32"], typer.Option(help="Numbers of the LM.")] = "bf16",
     quantization: Annotated[
         Literal["none", "int8", "nf4"], typer.Option(help="Load the LM in 8 or 4 bits, through bitsandbytes.")
@@ -66,6 +73,7 @@ def init(
         [document for document in found if document.id not in names] or None,
         compression=None if compression == "none" else int(compression),
         adapter=adapter,
+        sentence_encoder=None if sentence_encoder == "none" else sentence_encoder,
         progress=True,
     )
     assert isinstance(model, OwnKVModel)

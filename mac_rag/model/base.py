@@ -174,6 +174,7 @@ class MACModel(nn.Module, ABC):
         *,
         compression: int | None = 20,
         adapter: str | Path | None = None,
+        sentence_encoder: str | None = "minilm",
         device: str | torch.device | None = None,
         progress: bool = False,
     ) -> MACModel:
@@ -188,16 +189,24 @@ class MACModel(nn.Module, ABC):
             compression: how many times smaller than its keys and values, in 16 bits, a document is in a bank; None
                 keeps them as they are. Without documents, only None.
             adapter: folder `best` or `last` of a run of `pipelines.tune_reading` for this LM; None for the LM as it is.
+            sentence_encoder: compares questions with documents, beside BM25, by a name that
+                `mac_rag.retrieval.registry.make_encoder` knows; None for BM25 alone.
             device: device of the LM; None for a GPU if there is one, else the CPU.
             progress: shows a progress bar.
 
         Raises:
             ConfigError: for a compression without documents, or one that leaves no byte.
-            ModelLoadError: if the LM cannot be loaded, has layers without keys and values, or answers from memory
-                otherwise than from text; the message names the difference.
+            ModelLoadError: if the LM or the encoder cannot be loaded, or the LM has layers without keys and values, or
+                answers from memory otherwise than from text; the message names the difference.
         """
         return _KINDS["own-kv"]._around(
-            lm, documents, compression=compression, adapter=adapter, device=device, progress=progress
+            lm,
+            documents,
+            compression=compression,
+            adapter=adapter,
+            sentence_encoder=sentence_encoder,
+            device=device,
+            progress=progress,
         )
 
     @classmethod

@@ -50,6 +50,8 @@ from mac_rag.nn.block_prefix import BlockPrefix
 from mac_rag.nn.codec import KVCodec
 from mac_rag.nn.modulation import KeyRotation
 from mac_rag.progress import progress_bar
+from mac_rag.retrieval.dense import Encoder, check_finite
+from mac_rag.retrieval.registry import make_encoder
 from mac_rag.untrusted_files import read_json
 
 _log = logging.getLogger(__name__)
@@ -176,10 +178,13 @@ class OwnKVModel(MACModel, kind="own-kv", config_class=OwnKVConfig):
         *,
         compression: int | None,
         adapter: str | Path | None,
+        sentence_encoder: str | None,
         device: str | torch.device | None,
         progress: bool,
     ) -> OwnKVModel:
         place = default_device(device)
+        if sentence_encoder is not None:
+            make_encoder(sentence_encoder)  # raises before the LM is loaded
         named, model, tokenizer = _loaded(lm, place)
         check_modulation(model.config, "own-kv")
         folder = None if adapter is None else Path(adapter)
@@ -189,6 +194,7 @@ class OwnKVModel(MACModel, kind="own-kv", config_class=OwnKVConfig):
         config = OwnKVConfig(
             base_lm=named,
             lm_digest=lm_digest(model, tokenizer),
+            sentence_encoder=sentence_encoder,
             prompt=PromptFormat(chat=bool(tokenizer.chat_template)),
         )
         if folder is not None:
@@ -235,6 +241,29 @@ class OwnKVModel(MACModel, kind="own-kv", config_class=OwnKVConfig):
             codec.fit([made._unrotated(part) for part in self._read(chosen, bar.advance)])
         codec.compact(bytes_per_token)
         return made
+
+    @cached_property
+    def sentences(self) -> Encoder | None:
+        """The sentence encoder of the document prior; None without one."""
+        return None if self.config.sentence_encoder is None else make_encoder(self.config.sentence_encoder)
+
+    def sentence_keys(self, texts: Sequence[str], rows: Sequence[int]) -> Tensor:
+        """What the sentence encoder makes of each row of some documents, `[N, P]` float32.
+
+        Args:
+            texts: texts of the documents.
+            rows: number of rows of each document.
+        """
+        assert self.sentences is not None
+        parts = [part for text, count in zip(texts, rows) for part in ([text] if count == 1 else self.chunks(text))]
+        vectors = self.sentences.documents(parts)
+        check_finite(vectors, [f"the text {part!r:.60}" for part in parts])
+        return torch.from_numpy(vectors)
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of a token in a bank."""
+        return self.config.bytes_per_token or self.opening[:, :, :, 0].nbytes
 
     @property
     def raw_bytes(self) -> int:
@@ -307,9 +336,14 @@ class OwnKVModel(MACModel, kind="own-kv", config_class=OwnKVConfig):
 
     @cached_property
     def fingerprint(self) -> str:
-        """Hex digest of all that writes or reads rows: LM, updates, opening, codec."""
+        """Hex digest of all that writes or reads rows: LM, updates, opening, codec, sentence encoder."""
         digest = hashlib.sha256(self.config.lm_digest.encode())
-        told = {"opening": self.blocks.opening, "bytes": self.config.bytes_per_token, "dtype": str(self.base_lm.dtype)}
+        told = {
+            "opening": self.blocks.opening,
+            "bytes": self.config.bytes_per_token,
+            "dtype": str(self.base_lm.dtype),
+            "sentences": None if self.sentences is None else self.sentences.fingerprint,
+        }
         digest.update(json.dumps(told).encode())
         if self._adapter is not None:
             digest.update((self._adapter / "adapter_model.safetensors").read_bytes())

@@ -153,8 +153,15 @@ class BM25Retriever(RowRetriever):
             mask = None if allowed is None else self._rows.mask(allowed)
             return [self._rows.hits(rows, scores, k) for rows, scores in self._scorer.score(terms, mask)]
 
-    def scores(self, questions: Sequence[str], document_ids: Sequence[str]) -> list[list[float]]:
-        """The score of each document for each question, over the whole corpus; 0 if they share no term.
+    def scores(
+        self, questions: Sequence[str], document_ids: Sequence[str], *, allowed: Container[str] | None = None
+    ) -> list[list[float]]:
+        """The score of each document for each question; 0 if they share no term, or the document is not allowed.
+
+        Args:
+            questions: texts.
+            document_ids: ids of documents of this retriever.
+            allowed: ids of the documents of which the corpus consists; None for all.
 
         Raises:
             BankError: for an unknown id.
@@ -163,7 +170,7 @@ class BM25Retriever(RowRetriever):
             rows = [self._rows.row_of(document_id) for document_id in document_ids]
             terms = [self._known_terms(text) for text in questions]
             scored = []
-            for hits, scores in self._scorer.score(terms, self._rows.mask(None)):
+            for hits, scores in self._scorer.score(terms, self._rows.mask(allowed)):
                 of_row = np.zeros(self._rows.size)
                 of_row[hits] = scores
                 scored.append(of_row[rows].tolist())

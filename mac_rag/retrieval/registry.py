@@ -91,6 +91,20 @@ def needs_folder(spec: str) -> bool:
     return spec in ("bm25", "hybrid") or _encoder(spec) is not None
 
 
+def make_encoder(spec: str) -> Encoder:
+    """The encoder of a dense retriever, by the retriever's name.
+
+    Raises:
+        ConfigError: for a name that is not one of a dense retriever.
+        ModelLoadError: if the encoder cannot be loaded.
+    """
+    make = _encoder(spec)
+    if make is None:
+        names = ", ".join((*_ENCODERS, f"{_SENTENCE_TRANSFORMERS}MODEL"))
+        raise ConfigError(f"unknown encoder {spec!r}; choose one of {names}")
+    return make()
+
+
 def _encoder(spec: str) -> Callable[[], Encoder] | None:
     """A function that makes the encoder of a dense retriever; None if `spec` does not name one."""
     if spec not in _ENCODERS and not spec.startswith(_SENTENCE_TRANSFORMERS):

@@ -361,8 +361,6 @@ MIXED: dict[str, dict[str, Any]] = {
     "dtype": {"dtype": "fp32"},
     "pq": {"dtype": "pq", "whole_tokens": 1, "code_bytes": 4},
     "lexical_vectors": {"lexical_vectors": 1},
-    "summary": {"summary": 4},
-    "prior_keys": {"summary": 4, "prior_keys": 4},
 }
 UNFIT = {
     "int8": (torch.zeros(2, BYTES, dtype=torch.int8), r"row 1 of 2 rows of codes is torch.int8 \[2, 24\]; give uint8"),
@@ -380,7 +378,7 @@ class TestRefusals:
     @pytest.mark.parametrize("kind", MIXED)
     def test_layouts_of_codes_and_memory_tokens(self, kind: str) -> None:
         RowLayout(**MIXED[kind])
-        with pytest.raises(ValidationError, match="codes of 24 bytes a token are all that a row has"):
+        with pytest.raises(ValidationError, match="codes, of 24 bytes a token, have summaries only beside them"):
             RowLayout(token_bytes=BYTES, **MIXED[kind])
 
     def test_bytes_of_a_row(self) -> None:

@@ -57,7 +57,9 @@ SLOTS = PromptTemplate("{context_str}\n{query_str}")
 
 
 def own_model(folder: Path) -> OwnKVModel:
-    model = MACModel.around(BaseLMConfig(name=str(folder), dtype="fp32"), compression=None, device="cpu")
+    model = MACModel.around(
+        BaseLMConfig(name=str(folder), dtype="fp32"), compression=None, device="cpu", sentence_encoder=None
+    )
     assert isinstance(model, OwnKVModel)
     model.config = model.config.model_copy(update={"max_new_tokens": 12})
     return model

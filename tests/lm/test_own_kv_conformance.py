@@ -271,7 +271,7 @@ class TestRefusals:
     @staticmethod
     def around(folder: Path, name: str, **config: Any) -> None:
         AutoConfig.for_model(name, **config).save_pretrained(folder)
-        MACModel.around(BaseLMConfig(name=str(folder)), compression=None, device="cpu")
+        MACModel.around(BaseLMConfig(name=str(folder)), compression=None, device="cpu", sentence_encoder=None)
 
     @pytest.mark.parametrize(
         ("name", "reason"),

@@ -38,7 +38,10 @@ def coded(model_folder: Folder) -> OwnKVModel:
 
 def around(folder: Path, documents: Any = None, **options: Any) -> OwnKVModel:
     made = MACModel.around(
-        BaseLMConfig(name=str(folder), dtype="fp32"), documents, **{"compression": None, **options}, device="cpu"
+        BaseLMConfig(name=str(folder), dtype="fp32"),
+        documents,
+        **{"compression": None, "sentence_encoder": None, **options},
+        device="cpu",
     )
     assert isinstance(made, OwnKVModel)
     return made
@@ -146,7 +149,7 @@ class TestCodec:
 
     def test_without_documents_there_is_no_codec(self, model_folder: Folder) -> None:
         with pytest.raises(ConfigError, match="compression is 20, but a codec is fitted on documents"):
-            MACModel.around(str(model_folder("instruct")))
+            MACModel.around(str(model_folder("instruct")), sentence_encoder=None)
 
     def test_a_compression_that_leaves_nothing_is_refused(self, model_folder: Folder) -> None:
         with pytest.raises(ConfigError, match="bytes per token is 0; choose a number from 1"):
@@ -222,12 +225,14 @@ class TestCheckpoints:
     def test_an_lm_given_as_an_object(self, model_folder: Folder, tmp_path: Path) -> None:
         folder = model_folder("instruct")
         lm, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
-        model = MACModel.around((lm, tokenizer), compression=None)
+        model = MACModel.around((lm, tokenizer), compression=None, sentence_encoder=None)
         model.save_pretrained(tmp_path / "own")
         assert MACModel.from_pretrained(tmp_path / "own").fingerprint == model.fingerprint
         lm.config._name_or_path = lm.name_or_path = ""
         with pytest.raises(ConfigError, match="without a name, so it could not be loaded again"):
-            MACModel.around((lm, tokenizer), compression=None).save_pretrained(tmp_path / "other")
+            MACModel.around((lm, tokenizer), compression=None, sentence_encoder=None).save_pretrained(
+                tmp_path / "other"
+            )
 
 
 def test_an_adapter_of_the_training_changes_the_lm_and_its_prompt(model_folder: Folder, tmp_path: Path) -> None:

@@ -208,9 +208,13 @@ def test_from_an_lm_and_questions_to_its_memory(model_folder: Folder, data: QADa
     )  # fmt: skip
     assert tuned.exit_code == 0, tuned.output
     model = MACModel.around(
-        str(model_folder("instruct")), list(texts.values()), compression=20, adapter=tmp_path / "run" / "best"
+        str(model_folder("instruct")),
+        list(texts.values()),
+        compression=20,
+        adapter=tmp_path / "run" / "best",
+        sentence_encoder=None,
     )
-    plain = MACModel.around(str(model_folder("instruct")), compression=None)
+    plain = MACModel.around(str(model_folder("instruct")), compression=None, sentence_encoder=None)
     assert model.fingerprint != plain.fingerprint
     assert len(MACEngine(model).answer(["Who won the cup?"], use_memory=False)) == 1
 

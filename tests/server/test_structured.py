@@ -45,7 +45,10 @@ class LM:
 @pytest.fixture(scope="module")
 def model(model_folder: Folder) -> OwnKVModel:
     made = MACModel.around(
-        BaseLMConfig(name=str(model_folder("instruct")), dtype="fp32"), compression=None, device="cpu"
+        BaseLMConfig(name=str(model_folder("instruct")), dtype="fp32"),
+        compression=None,
+        device="cpu",
+        sentence_encoder=None,
     )
     assert isinstance(made, OwnKVModel)
     return made
