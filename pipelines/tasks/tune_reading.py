@@ -96,15 +96,6 @@ class TuneReadingConfig(Config):
     validation_questions: int = Field(100, ge=1)
     trainer: TrainerConfig
 
-    @model_validator(mode="after")
-    def _not_sharded(self) -> TuneReadingConfig:
-        if self.trainer.parallel != "ddp":
-            raise ValueError(
-                f"trainer.parallel is {self.trainer.parallel}, but gradients reach the LM's layers through keys and "
-                "values, where FSDP2 does not gather them; set parallel: ddp"
-            )
-        return self
-
 
 @dataclass(frozen=True)
 class EncodedPack:

@@ -261,7 +261,6 @@ class TestRefusals:
             {"turn": "{document}"},
             {"codec": {"group": 3}},
             {"codec": {"compression": [100_000]}},
-            {"trainer": {"steps": 1, "batch_size": 1, "learning_rate": 1.0, "parallel": "fsdp"}},
         ],
     )
     def test_values_that_make_no_sense_before_anything_is_trained(self, model_folder: Folder, values: Any) -> None:
