@@ -254,7 +254,8 @@ def test_validation_counts_abstentions_from_right_documents(model_folder: Folder
     assert task.validate()["abstentions_right"] == 1.0
 
 
-def test_from_an_lm_and_questions_to_its_memory(model_folder: Folder, data: QADataset, tmp_path: Path) -> None:
+@pytest.mark.parametrize("lm", ["instruct", "llama"])  # with a chat template and without
+def test_from_an_lm_and_questions_to_its_memory(model_folder: Folder, data: QADataset, tmp_path: Path, lm: str) -> None:
     """The commands of the guide, with a small LM and few steps."""
     texts = {document.id: document.text for document in data.documents}
     rows = [
@@ -265,18 +266,18 @@ def test_from_an_lm_and_questions_to_its_memory(model_folder: Folder, data: QADa
     few = {"trainer.steps": 2, "trainer.validate_every": 2, "codec.fitted_on": 4, "validation_questions": 2}
     sets = [part for name, value in few.items() for part in ("--set", f"{name}={value}")]
     tuned = command(
-        "pipelines.tune_reading", "--config", "my-lm-reading", "--lm", str(model_folder("instruct")),
+        "pipelines.tune_reading", "--config", "my-lm-reading", "--lm", str(model_folder(lm)),
         "--data", str(tmp_path / "mine.jsonl"), "--output", str(tmp_path / "run"), *sets,
     )  # fmt: skip
     assert tuned.exit_code == 0, tuned.output
     model = MACModel.around(
-        str(model_folder("instruct")),
+        str(model_folder(lm)),
         list(texts.values()),
         compression=20,
         adapter=tmp_path / "run" / "best",
         sentence_encoder=None,
     )
-    plain = MACModel.around(str(model_folder("instruct")), compression=None, sentence_encoder=None)
+    plain = MACModel.around(str(model_folder(lm)), compression=None, sentence_encoder=None)
     assert model.fingerprint != plain.fingerprint
     assert len(MACEngine(model).answer(["Who won the cup?"], use_memory=False)) == 1
 
