@@ -60,15 +60,16 @@ class BlockPrefix(Modulation):
         return self._seen.to(mask)
 
     def cache(self, dtype: torch.dtype, repeats: int = 1) -> DynamicCache:
-        rows = []
-        for documents in self._documents:
-            parts = [self._opening, *documents]
-            length = sum(part.shape[3] for part in parts)
-            if length < self.prefix_length:
-                shape = (*self._opening.shape[:3], self.prefix_length - length, self._opening.shape[4])
-                parts.append(self._opening.new_zeros(shape))
-            rows += [torch.cat(parts, 3).to(dtype)] * repeats
-        batch = torch.stack(rows, 2)  # [layers, 2, B, kv_heads, P, head_width]
+        *before, heads, _, width = self._opening.shape
+        shape = (*before, len(self._documents), repeats, heads, self.prefix_length, width)
+        filled = self._opening.new_zeros(shape, dtype=dtype)
+        for row, documents in zip(filled.unbind(2), self._documents, strict=True):
+            start = 0
+            for part in (self._opening, *documents):
+                stop = start + part.shape[3]
+                row[..., start:stop, :] = part[:, :, None]
+                start = stop
+        batch = filled.flatten(2, 3)  # [layers, 2, B, kv_heads, P, head_width]
         # Without a configuration the cache keeps all positions, even in layers with a sliding window.
         return DynamicCache([(layer[0], layer[1]) for layer in batch.unbind(0)])
 
