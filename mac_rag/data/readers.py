@@ -1,4 +1,4 @@
-"""Documents from a user's own files, standard input and the Hugging Face Hub: texts, rows, HTML, PDF and DOCX.
+"""Documents from a user's own files, standard input and the Hugging Face Hub: texts, rows, HTML, PDF, Word.
 
 Python's json and csv read JSON Lines and CSV; pyarrow and datasets read Parquet and data sets of the Hub. Rows are read
 as a stream, which can begin at any row. An error names the file and the row.
@@ -7,6 +7,7 @@ as a stream, which can begin at any row. An error names the file and the row.
 from __future__ import annotations
 
 import datetime
+import logging
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
@@ -18,7 +19,7 @@ from shlex import quote
 from typing import Any
 
 from mac_rag.data.characters import is_blank
-from mac_rag.data.conversion import convert, is_converted
+from mac_rag.data.conversion.converter import convert, is_converted
 from mac_rag.data.table import Place, Row, raise_error, read_table
 from mac_rag.data.types import Document
 from mac_rag.errors import DataError
@@ -35,6 +36,7 @@ from mac_rag.untrusted_files import (
     parse_json,
 )
 
+_log = logging.getLogger(__name__)
 STDIN = Path("-")
 HUB = "hub:"
 _PIECE = 1 << 20
@@ -46,10 +48,11 @@ def read_documents(paths: Iterable[Path]) -> list[Document]:
 
     A `.jsonl` file holds one document per line, `{"id": ..., "text": ...}`; `.csv` and `.parquet` files have the
     columns `id` and `text`. Further keys and columns become metadata. Any other file is one document with its path as
-    id. HTML, PDF and DOCX files are converted to text, and their title becomes metadata (see
-    `mac_rag.data.conversion`). The path `-` is standard input: JSON Lines if it starts with `{`, otherwise one document
-    with the id `-`. The path `hub:OWNER/NAME` is a data set of the Hugging Face Hub, followed by `/CONFIGURATION` and
-    `:SPLIT` if needed; the default split is `train`. A row may have 8 MiB, and a file that is one document 64 MiB.
+    id. Files of other programs are converted to text, and their title becomes metadata (see
+    `mac_rag.data.conversion`); what their texts lack is logged as a warning. The path `-` is standard input: JSON Lines
+    if it starts with `{`, otherwise one document with the id `-`. The path `hub:OWNER/NAME` is a data set of the
+    Hugging Face Hub, followed by `/CONFIGURATION` and `:SPLIT` if needed; the default split is `train`. A row may have
+    8 MiB, and a file that is one document 64 MiB.
 
     Raises:
         DataError: for a file that is missing, too long, not a regular file, or not UTF-8 text, for a list in JSON, and
@@ -59,17 +62,27 @@ def read_documents(paths: Iterable[Path]) -> list[Document]:
     return [document for path in paths for _, document in placed_documents(path)]
 
 
-def read_good_documents(paths: Iterable[Path], refuse: Callable[[DataError], object]) -> Iterator[tuple[str, Document]]:
+def _log_notice(path: Path, notice: str) -> None:
+    _log.warning("%s: %s", path, notice)
+
+
+Notify = Callable[[Path, str], object]
+
+
+def read_good_documents(
+    paths: Iterable[Path], refuse: Callable[[DataError], object], *, notify: Notify = _log_notice
+) -> Iterator[tuple[str, Document]]:
     """As `read_documents`, but leaves out bad files and rows. Yields file and row, for messages, and the document.
 
     Args:
         paths: the files.
         refuse: called with the error of each file and row that is left out. If a file of rows cannot be read beyond a
             row, for example because of an open quote, that row and the rest are left out, and the error says so.
+        notify: called with a file and what its text lacks; by default, it is logged.
     """
     for path in paths:
         try:
-            for place, document in placed_documents(path, refuse=refuse):
+            for place, document in placed_documents(path, refuse=refuse, notify=notify):
                 yield f"{path}, row {place.rows + 1}" if _has_rows(path) else str(path), document
         except DataError as error:
             refuse(DataError(f"{error}; nothing after it in this file is read") if _has_rows(path) else error)
@@ -122,7 +135,11 @@ def _readable(path: Path) -> Iterator[None]:
 
 
 def placed_documents(
-    path: Path, start: Place = Place(), *, refuse: Callable[[DataError], object] = raise_error
+    path: Path,
+    start: Place = Place(),
+    *,
+    refuse: Callable[[DataError], object] = raise_error,
+    notify: Notify = _log_notice,
 ) -> Iterator[tuple[Place, Document]]:
     """Yields the documents of a file, each with its place, at which reading can begin again.
 
@@ -130,6 +147,7 @@ def placed_documents(
         path: see `read_documents`.
         start: where to begin; standard input can only be read from its beginning, and only once.
         refuse: called with the error of a row that is left out; by default, it is raised.
+        notify: called with the file and what its text lacks; by default, it is logged.
 
     Raises:
         DataError: see `read_documents`.
@@ -139,7 +157,9 @@ def placed_documents(
         yield from _documents(read_rows(path, columns, start, refuse=refuse), refuse)
         return
     if is_converted(path):
-        text, title = convert(path)
+        text, title, notices = convert(path)
+        for notice in notices:
+            notify(path, notice)
         yield Place(), Document(str(path), text, {} if title is None else {"title": title})
         return
     with _readable(path), closing(_Lines(path)) as lines:

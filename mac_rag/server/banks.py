@@ -15,6 +15,7 @@ from fastapi.responses import JSONResponse, Response
 from starlette.datastructures import UploadFile
 
 from mac_rag.atomic_files import make_folder, private
+from mac_rag.data.conversion.converter import SUFFIXES
 from mac_rag.data.provenance import Member
 from mac_rag.data.readers import read_good_documents
 from mac_rag.data.types import Document
@@ -261,7 +262,7 @@ def _job(service: Service, job_id: str, who: Principal) -> Job:
 
 
 # Endings that `mac_rag.data.readers` tells apart; a file with any other ending is read as text.
-_ENDINGS = (".jsonl", ".json", ".csv", ".parquet", ".html", ".htm", ".xhtml", ".pdf", ".docx")
+_ENDINGS = (".jsonl", ".json", ".csv", ".parquet", *SUFFIXES)
 _ROWS = (".jsonl", ".csv", ".parquet")
 
 
@@ -310,7 +311,10 @@ class Uploads:
             def refuse(error: DataError, upload: Upload = upload) -> None:
                 left_out.add(upload.name, str(error).replace(str(upload.path), upload.name))
 
-            for _, document in read_good_documents([upload.path], refuse):
+            def notify(_: Path, notice: str, upload: Upload = upload) -> None:
+                left_out.add_part(upload.name, notice)
+
+            for _, document in read_good_documents([upload.path], refuse, notify=notify):
                 if upload.path.suffix not in _ROWS:
                     document = Document(upload.name, document.text, document.metadata)
                 if len(document.text) > self._characters:

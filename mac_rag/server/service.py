@@ -260,7 +260,7 @@ class LeftOut:
 
     Attributes:
         number: how many.
-        listed: the first of them, with the reasons.
+        listed: the first of them, with the reasons, and what is left out of files.
     """
 
     def __init__(self) -> None:
@@ -270,6 +270,10 @@ class LeftOut:
     def add(self, what: str, why: str) -> None:
         """Notes a document or file, and why it is left out."""
         self.number += 1
+        self.add_part(what, why)
+
+    def add_part(self, what: str, why: str) -> None:
+        """Notes what is left out of a file."""
         if len(self.listed) < _MOST_LISTED:
             self.listed.append({"document": what, "reason": why})
 
