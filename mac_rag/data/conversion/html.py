@@ -58,6 +58,8 @@ _FORMULAS = {
     "msub": ("", "_(", ")"),
     "mroot": ("√(", ",", ")"),
     "msqrt": ("√(", "", ")"),
+    "math": ("", "", ""),
+    "mrow": ("", "", ""),
     "q": ("“", "", "”"),
 }
 _SHOWN_VALUES = frozenset(
@@ -256,7 +258,8 @@ class _Walk:
             if tag == "-text":
                 if around:
                     data = node.text_content or ""
-                    self._write(data if self._preformatted else _SPACE.sub(" ", data))
+                    if around not in _FORMULAS or data.strip():
+                        self._write(data if self._preformatted else _SPACE.sub(" ", data))
             elif tag[:1] not in "-!":
                 if around in _FORMULAS and last:
                     self._write(_FORMULAS[around][1])

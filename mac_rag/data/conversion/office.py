@@ -94,7 +94,8 @@ _INSIDE = _names("text", "p h span a meta ruby ruby-base")
 _INLINE = _names(
     "text",
     "p h list span a s tab line-break note bookmark bookmark-start bookmark-end bookmark-ref reference-mark "
-    "reference-mark-start reference-mark-end reference-ref sequence soft-page-break change change-start change-end",
+    "reference-mark-start reference-mark-end reference-ref sequence soft-page-break change change-start change-end "
+    "hidden-paragraph",
 )
 # RTF: a font's set of characters -> Python's codec.
 _CHARSETS = {
@@ -448,6 +449,7 @@ def _open_document(parts: _Parts, _: Notices) -> tuple[bytes, Texts]:
                 texts += [(name, piece) for piece in pieces if piece and piece.strip()]
     if "content.xml" not in roots:
         raise KeyError("it has no content.xml")
+    roots.setdefault("styles.xml", Element(_name("office:document-styles")))  # which pandoc needs
     texts.sort(key=lambda text: text[0] != "content.xml")
     return _zipped({name: ElementTree.tostring(root, "utf-8") for name, root in roots.items()}), texts
 

@@ -27,8 +27,9 @@ _PASSWORD = 1 << 13  # flag of a field
 _HYPHEN = re.compile(r"(?:\ufffe|\xad\r?\n|(?<=\d)-\r?\n(?=\d))")
 _LIGATURES = re.compile(r"[\ufb00-\ufb06]")
 _ASTRAL = re.compile(r"[\U00010000-\U0010ffff]")
-# Where a number begins or ends within a word: there it matters whether what follows is raised or lowered.
-_JOINT = re.compile(r"(?<=[^\W_])[+\-−]|(?<=\S)[\d(]|(?<=\d)[^\W_]")
+# Where a number begins or ends within a word: there it matters whether what follows is raised or lowered. PDFium breaks
+# some lines there.
+_JOINT = re.compile(r"(?:(?<=[^\W_])(?:\r\n ?)?[+\-−]|(?<=\S)(?:\r\n ?)?[\d(]|(?<=\d)(?:\r\n ?)?[^\W_])")
 
 
 def read_pdf(file: BinaryIO, notices: Notices) -> tuple[str, str | None]:
@@ -111,18 +112,24 @@ def _set_apart(characters: Any) -> str:
     text = _ASTRAL.sub(_halves, characters.get_text_range())
     pieces, done = [], 0
     for match in _JOINT.finditer(text):
-        place = match.start()
-        if place < done:
+        start, place = match.start(), match.end() - 1
+        if start < done:
             continue
-        size, x, y = _place(characters, place)
-        before, x_before, y_before = _place(characters, place - 1)
-        rise = _rise(characters, place, x - x_before, y - y_before)
-        if not size < 0.9 * before or abs(rise) < 0.08 * before:
+        (before, x_before, y_before), (size, x, y) = _place(characters, start - 1), _place(characters, place)
+        along, rise = _way(characters, place, x - x_before, y - y_before)
+        if abs(size - before) < 0.1 * max(size, before) or abs(rise) > 0.7 * max(size, before):
+            continue
+        if place > start:
+            if not 0 < along < 3 * max(size, before):
+                continue
+            pieces += [text[done:start], " " if along > 0.75 * before else ""]
+            done = place
+        if size > before or abs(rise) < 0.08 * before:
             continue
         end = place + 1
         while end < len(text) and not text[end].isspace() and _continues(characters, place, end):
             end += 1
-        pieces += [text[done:place], (raised if rise > 0 else lowered)(text[place:end], text[place - 1])]
+        pieces += [text[done:place], (raised if rise > 0 else lowered)(text[place:end], text[start - 1])]
         done = end
     pieces.append(text[done:])
     return "".join(pieces).encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
@@ -142,17 +149,18 @@ def _place(characters: Any, place: int) -> tuple[float, float, float]:
     return pdfium.FPDFText_GetFontSize(characters, index) * math.hypot(matrix.c, matrix.d), x.value, y.value
 
 
-def _rise(characters: Any, place: int, x: float, y: float) -> float:
-    """How far a way leads up, as seen by a character, whose text may be turned."""
+def _way(characters: Any, place: int, x: float, y: float) -> tuple[float, float]:
+    """How far a way leads along the line and up from it, as seen by a character, whose text may be turned."""
     index, matrix = pdfium.FPDFText_GetCharIndexFromTextIndex(characters, place), pdfium.FS_MATRIX()
     pdfium.FPDFText_GetMatrix(characters, index, matrix)
-    return float(x * matrix.c + y * matrix.d) / (math.hypot(matrix.c, matrix.d) or 1.0)
+    size = math.hypot(matrix.c, matrix.d) or 1.0
+    return (x * matrix.d - y * matrix.c) / size, (x * matrix.c + y * matrix.d) / size
 
 
 def _continues(characters: Any, place: int, end: int) -> bool:
     """True if two characters have one size and stand on one line."""
     (size, x, y), (other, x_other, y_other) = _place(characters, place), _place(characters, end)
-    return abs(size - other) < 0.05 * size and abs(_rise(characters, place, x_other - x, y_other - y)) < 0.05 * size
+    return abs(size - other) < 0.05 * size and abs(_way(characters, place, x_other - x, y_other - y)[1]) < 0.05 * size
 
 
 def _typed(document: Any, page: Any, notices: Notices, where: str) -> Iterator[str]:
