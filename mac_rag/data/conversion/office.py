@@ -87,6 +87,7 @@ _UNWRAPPED |= _names("mc", "AlternateContent Choice")
 _VAL, _R, _T, _RPR, _BOX = map(_name, ("w:val", "w:r", "w:t", "w:rPr", "w:txbxContent"))
 _RENAMED = {_name("w:cr"): _name("w:br"), _name("w:ptab"): _name("w:tab")}
 _WORD_TEXTS = _names("w", "t") | _names("a", "t") | _names("c", "v")
+_WITH_TEXTS = re.compile(r"/(?:(?:foot|end)notes|comments|header|footer|charts/|diagrams/data)[^/]*\.xml")
 _SYMBOL_FONTS = ("symbol", "wingdings", "webdings")
 # OpenDocument.
 _BLOCKS = _names("text", "p h list section") | _names("table", "table")
@@ -300,13 +301,14 @@ def _word(parts: _Parts, notices: Notices) -> tuple[bytes, Texts]:
             written[name] = _STRICT.sub(_TRANSITIONAL, parts.read(name))
             for target in parts.targets(name, "/aFChunk", "/oleObject", "/package"):
                 notices.add("inserted files are left out", target)
-        elif name == main or (name.endswith(".xml") and name.startswith(f"{folder}/") and "/glossary/" not in name):
+        elif name == main or _WITH_TEXTS.match(name.removeprefix(folder)):
             root = parts.xml(name)
             for run in _hidden_runs(root, styles):
                 run.clear()
-            _rewritten(root, _in_word)
-            written[name] = ElementTree.tostring(root, "utf-8")
+            written[name] = ElementTree.tostring(_rewritten(root, _in_word), "utf-8")
             texts += [(name, one.text or "") for one in root.iter() if one.tag in _WORD_TEXTS]
+        elif name in (f"{folder}/styles.xml", f"{folder}/numbering.xml"):
+            written[name] = _STRICT.sub(_TRANSITIONAL, parts.read(name))
     return _zipped(written), texts
 
 
