@@ -72,7 +72,7 @@ def test_a_folder_of_pages_is_remembered_with_their_titles(model: str, tmp_path:
     assert bank[str(tmp_path / "in" / "deep" / "a.html")].metadata == {"title": "May"}
     (tmp_path / "in" / "c.docx").write_bytes(b"PK")
     message = refusal("adapt", tmp_path / "in", "--bank", tmp_path / "bank", "--model", model)
-    assert "c.docx is not a Word file" in message
+    assert "c.docx is not a file of Word" in message
 
 
 def test_what_is_bad_is_left_out_and_listed_and_nothing_else(model: str, tmp_path: Path) -> None:
