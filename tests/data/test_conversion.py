@@ -67,8 +67,9 @@ def docx(body: str, parts: dict[str, str] | None = None, *, prolog: str = "") ->
 
 def related(kind: str, target: str) -> str:
     """The relationship of a Word file to another part."""
+    picture = f'<Relationship Id="i" Type="{TYPES}/image" Target="media/plan.png"/>'
     link = f'<Relationship Id="c" Type="{TYPES}/{kind}" Target="{target}"/>'
-    return f'<Relationships xmlns="{PACKAGE}">{link}</Relationships>'
+    return f'<Relationships xmlns="{PACKAGE}">{link}{picture}</Relationships>'
 
 
 def run(text: str, properties: str = "") -> str:
@@ -214,6 +215,15 @@ def symbol(font: str, code: str) -> str:
     return f'<w:r><w:sym w:font="{font}" w:char="{code}"/></w:r>'
 
 
+def picture(description: str) -> str:
+    drawing = "http://schemas.openxmlformats.org/drawingml/2006"
+    return (
+        f'<w:r><w:drawing><p:inline xmlns:p="{drawing}/wordprocessingDrawing"><p:docPr id="1" name="P" {description}/>'
+        f'<a:graphic xmlns:a="{drawing}/main"><a:graphicData uri="{drawing}/picture"><c:pic xmlns:c="{drawing}/picture">'
+        '<c:blipFill><a:blip r:embed="i"/></c:blipFill></c:pic></a:graphicData></a:graphic></p:inline></w:drawing></w:r>'
+    )
+
+
 def ruby(base: str, reading: str) -> str:
     return f"<w:r><w:ruby><w:rt>{run(reading)}</w:rt><w:rubyBase>{run(base)}</w:rubyBase></w:ruby></w:r>"
 
@@ -265,6 +275,7 @@ WORD_CASES: dict[str, tuple[str, str]] = {
         paragraph("<w:r><w:t>a</w:t><w:br/><w:t>b</w:t><w:cr/><w:t>c</w:t><w:ptab/><w:t>d</w:t></w:r>"),
         "a\nb\nc d",
     ),
+    "pictures": (paragraph(picture('descr="A map"'), run("and"), picture("")), "A map and"),
     "ruby": (paragraph(ruby("大阪", "おおさか"), run("の"), ruby("港", "みなと")), "大阪の港"),
     "changes": (
         "<w:p><w:del><w:r><w:delText>gone</w:delText></w:r></w:del><w:ins>" + run("new") + "</w:ins><w:moveFrom>"
@@ -273,7 +284,8 @@ WORD_CASES: dict[str, tuple[str, str]] = {
     ),
     "fields": (
         f'<w:p><w:fldSimple w:instr="AUTHOR">{run("Ada")}</w:fldSimple><w:smartTag>{run(" of ")}</w:smartTag><w:sdt>'
-        f"<w:sdtPr><w:alias/></w:sdtPr><w:sdtContent>{run('Lund')}</w:sdtContent></w:sdt><w:bdo>{run(' now')}</w:bdo></w:p>",
+        f"<w:sdtPr><w:alias/></w:sdtPr><w:sdtContent>{run('Lund')}</w:sdtContent></w:sdt><w:bdo>{run(' now')}</w:bdo>"
+        "</w:p>",
         "Ada of Lund now",
     ),
     "form": (
@@ -307,6 +319,7 @@ PARTS = {
     "word/glossary/document.xml": f"<w:document {SPACES}>{paragraph(run('Building block'))}</w:document>",
     "word/_rels/document.xml.rels": related("aFChunk", "chunk.htm"),
     "word/chunk.htm": "<p>Inserted.",
+    "word/media/plan.png": "PNG",
 }
 
 
@@ -337,13 +350,14 @@ def test_texts_in_boxes_of_word_stand_after_their_paragraph(word: tuple[dict[str
         "text of word/comments.xml is left out: Too dear?",
         "text of word/charts/chart1.xml is left out: Exports",
         "inserted files are left out: word/chunk.htm",
+        "pictures without a description are left out: media/plan.png",
         "unknown symbols are shown as �: 7, 8",
         "struck-out text is left out: bad deal",
     ],
 )
 def test_what_pandoc_does_not_carry_is_named_with_its_place(word: tuple[dict[str, str], str], notice: str) -> None:
     assert notice in word[1]
-    assert len(word[1].splitlines()) == 6  # and what is hidden or deleted is not named
+    assert len(word[1].splitlines()) == 7  # and what is hidden or deleted is not named
 
 
 def test_formulas_and_notes_of_word() -> None:
@@ -456,6 +470,7 @@ def test_pages_of_a_book_hide_what_their_style_sheets_hide() -> None:
         ("Lund<sup>[4]</sup>, Acme<sup>TM</sup>", "Lund[4], Acme™"),
         ("1101<sub>2</sub>, H<sub>2</sub>O", "1101₂, H2O"),
         ("<math><mfrac> <mn>1</mn> <mn>2</mn> </mfrac><msup><mi>x</mi><mn>2</mn></msup></math>", "(1)/(2)x^(2)"),
+        ("210<span style='font-size:8pt;vertical-align: super'>3</span> people", "210³ people"),
         ("<math alttext='x^2'><mi>x</mi><mn>2</mn></math>", "x^2"),
         ("<ruby>大<rp>(</rp><rt>おお</rt><rp>)</rp>阪<rt>さか</rt></ruby>港", "大阪港"),
         ("<ruby><rb>Lund</rb><rtc><rt>a</rt></rtc></ruby>!", "Lund!"),
@@ -486,6 +501,8 @@ def test_what_a_page_shows(page: str, text: str) -> None:
         "<style>.x { display: none }</style><p class='x y'>KELL</p>",
         "<style>/* } */ @media print { p { color: red } } div > .x, b { display:none!important }</style>"
         "<div><i class=x>KELL</i></div>",
+        "<style>.sr{position:absolute; clip:rect(0,0,0,0)}</style><p class=sr>KELL</p>",
+        "<p style='position:absolute; left:-9999px'>KELL</p>",
         "<template><p>KELL</p></template>",
         "<noscript><p>KELL</p></noscript>",
         "<dialog>KELL</dialog>",
@@ -650,6 +667,10 @@ def form(*fields: str, page: str = "Form:") -> bytes:
 )
 def test_what_is_typed_into_a_form(field: str, text: str) -> None:
     assert text_of(".pdf", form(field)) == f"Form:\n{text}".strip()
+
+
+def test_a_field_without_a_form_is_a_text() -> None:
+    assert text_of(".pdf", pdf("Form:", annotations="/Annots [<< /Subtype /Widget /V (Ada) >>]")) == "Form:\nAda"
 
 
 def test_a_form_on_an_empty_page_is_a_text() -> None:

@@ -68,10 +68,12 @@ _SHOWN_VALUES = frozenset(
 _SPACE = re.compile(r"[ \t\n\f\r]+")
 # Styles.
 _NOT_SHOWN = re.compile(
-    r"display\s*:\s*none|visibility\s*:\s*(?:hidden|collapse)|font-size\s*:\s*0+(?![.\d])|opacity\s*:\s*0+(?![.\d])",
+    r"display\s*:\s*none|visibility\s*:\s*(?:hidden|collapse)|(?:font-size|opacity)\s*:\s*0+(?![.\d])|"
+    r"clip\s*:\s*rect\(\s*[01](?![.\d])|clip-path\s*:\s*inset\(\s*50%|(?:text-indent|left|top)\s*:\s*-\d{4}",
     re.IGNORECASE,
 )
-_SHOWN = re.compile(r"display\s*:|visibility\s*:|font-size\s*:|opacity\s*:", re.IGNORECASE)
+_SHOWN = re.compile(r"(?:display|visibility|font-size|opacity|clip|clip-path|text-indent|left|top)\s*:", re.IGNORECASE)
+_RAISED_STYLE = re.compile(r"vertical-align\s*:\s*(super|sub)\b", re.IGNORECASE)
 _STRUCK_STYLE = re.compile(r"text-decoration(?:-line)?\s*:[^;]*line-through", re.IGNORECASE)
 _COMMENT = re.compile(r"/\*.*?\*/", re.DOTALL)
 _AT_RULE = re.compile(r"@[^{};]*+(?:;|\{(?:[^{}]++|\{[^{}]*+\})*+\})")
@@ -263,34 +265,36 @@ class _Walk:
             elif tag[:1] not in "-!":
                 if around in _FORMULAS and last:
                     self._write(_FORMULAS[around][1])
-                above.append((node.mem_id, tag if around and self._enter(node, tag) else ""))
+                above.append((node.mem_id, self._enter(node, tag) if around else ""))
                 last = ""
         for _, tag in reversed(above):
             self._leave(tag)
 
-    def _enter(self, node: LexborNode, tag: str) -> bool:
-        """Writes the beginning of an element. False if what is in it is left out."""
+    def _enter(self, node: LexborNode, tag: str) -> str:
+        """Writes the beginning of an element. Returns its tag, or that of which it has the style, or "" if left out."""
         if node.mem_id in self._hidden:
-            return False
+            return ""
         attributes = node.attributes
         style = attributes.get("style") or ""
         if _NOT_SHOWN.search(style):
-            return False
+            return ""
         if attributes.get("role") == "doc-noteref":
             self._write(f"[{node.text().strip()}]")
-            return False
+            return ""
         if tag in _STRUCK or _STRUCK_STYLE.search(style):
             self._notices.add("struck-out text is left out", node.text())
             self._write("" if tag == "del" else " ")  # what replaces a deletion may be a part of a word
-            return False
+            return ""
         if tag in _LOADED:
             self._notices.add(f"what <{tag}> loads is left out", attributes.get("src") or attributes.get("data") or "")
-            return False
+            return ""
         if tag in ("img", "input", "math") and (text := self._replaced(tag, attributes)) is not None:
             self._write(text)
-            return False
+            return ""
+        if tag == "span" and (moved := _RAISED_STYLE.search(style)):
+            tag = {"super": "sup", "sub": "sub"}[moved[1].lower()]
         self._begin(tag, attributes)
-        return True
+        return tag
 
     def _replaced(self, tag: str, attributes: dict[str, str | None]) -> str | None:
         """What stands for an element without content; None if its content does."""

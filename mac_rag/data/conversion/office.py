@@ -307,6 +307,8 @@ def _word(parts: _Parts, notices: Notices) -> tuple[bytes, Texts]:
                 run.clear()
             written[name] = ElementTree.tostring(_rewritten(root, _in_word), "utf-8")
             texts += [(name, one.text or "") for one in root.iter() if one.tag in _WORD_TEXTS]
+        elif name.startswith(f"{folder}/media/"):
+            written[name] = b""  # so that pandoc writes where a picture is
         elif name in (f"{folder}/styles.xml", f"{folder}/numbering.xml"):
             written[name] = _STRICT.sub(_TRANSITIONAL, parts.read(name))
     return _zipped(written), texts

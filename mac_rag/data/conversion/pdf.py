@@ -173,6 +173,8 @@ def _typed(document: Any, page: Any, notices: Notices, where: str) -> Iterator[s
         if not pdfium.FPDFAnnot_GetFlags(annotation) & _UNSEEN:
             if kind == pdfium.FPDF_ANNOT_WIDGET and document.formenv is not None:
                 yield from _value(document.formenv, annotation)
+            elif kind == pdfium.FPDF_ANNOT_WIDGET:  # of no form
+                yield _string(pdfium.FPDFAnnot_GetStringValue, annotation, b"V")
             elif kind == pdfium.FPDF_ANNOT_FREETEXT:
                 yield _string(pdfium.FPDFAnnot_GetStringValue, annotation, b"Contents")
             elif kind == pdfium.FPDF_ANNOT_TEXT:
