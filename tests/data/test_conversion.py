@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 import unicodedata
+from collections.abc import Callable
 from io import BytesIO
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -216,11 +217,12 @@ def symbol(font: str, code: str) -> str:
 
 
 def picture(description: str) -> str:
-    drawing = "http://schemas.openxmlformats.org/drawingml/2006"
+    base = "http://schemas.openxmlformats.org/drawingml/2006"
     return (
-        f'<w:r><w:drawing><p:inline xmlns:p="{drawing}/wordprocessingDrawing"><p:docPr id="1" name="P" {description}/>'
-        f'<a:graphic xmlns:a="{drawing}/main"><a:graphicData uri="{drawing}/picture"><c:pic xmlns:c="{drawing}/picture">'
-        '<c:blipFill><a:blip r:embed="i"/></c:blipFill></c:pic></a:graphicData></a:graphic></p:inline></w:drawing></w:r>'
+        f'<w:r><w:drawing><p:inline xmlns:p="{base}/wordprocessingDrawing"><p:docPr id="1" name="P" {description}/>'
+        f'<a:graphic xmlns:a="{base}/main"><a:graphicData uri="{base}/picture"><c:pic xmlns:c="{base}/picture">'
+        '<c:blipFill><a:blip r:embed="i"/></c:blipFill></c:pic></a:graphicData></a:graphic></p:inline></w:drawing>'
+        "</w:r>"
     )
 
 
@@ -360,6 +362,24 @@ def test_what_pandoc_does_not_carry_is_named_with_its_place(word: tuple[dict[str
     assert len(word[1].splitlines()) == 7  # and what is hidden or deleted is not named
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda data: data.replace(WORD, "http://purl.oclc.org/ooxml/wordprocessingml/main"),
+        lambda data: data.replace("w:", "ns0:").replace("xmlns:w=", "xmlns:ns0="),
+    ],
+    ids=["strict", "prefix"],
+)
+def test_word_files_of_other_programs(change: Callable[[str], str]) -> None:
+    document = (
+        f"<w:document {SPACES}><w:body>{paragraph(run('Seen.'), run(' Not.', '<w:vanish/>'))}</w:body></w:document>"
+    )
+    relationships = RELATIONSHIPS.replace(
+        "schemas.openxmlformats.org/officeDocument/2006", "purl.oclc.org/ooxml/officeDocument"
+    )
+    assert text_of(".docx", zipped({"_rels/.rels": relationships, "word/document.xml": change(document)})) == "Seen."
+
+
 def test_formulas_and_notes_of_word() -> None:
     body = paragraph(
         run("Area "),
@@ -468,7 +488,7 @@ def test_pages_of_a_book_hide_what_their_style_sheets_hide() -> None:
         ("2<sup>n+1</sup>, x<sup>2k</sup>", "2ⁿ⁺¹, x^(2k)"),
         ("the 21<sup>st</sup>, 3<sup>e</sup>, M<sup>me</sup>", "the 21st, 3e, Mme"),
         ("Lund<sup>[4]</sup>, Acme<sup>TM</sup>", "Lund[4], Acme™"),
-        ("1101<sub>2</sub>, H<sub>2</sub>O", "1101₂, H2O"),
+        ("1101<sub>2</sub>, H<sub>2</sub>O, log<sub>2</sub>64", "1101₂, H2O, log₂64"),
         ("<math><mfrac> <mn>1</mn> <mn>2</mn> </mfrac><msup><mi>x</mi><mn>2</mn></msup></math>", "(1)/(2)x^(2)"),
         ("210<span style='font-size:8pt;vertical-align: super'>3</span> people", "210³ people"),
         ("<math alttext='x^2'><mi>x</mi><mn>2</mn></math>", "x^2"),
@@ -484,6 +504,7 @@ def test_pages_of_a_book_hide_what_their_style_sheets_hide() -> None:
         ("<input type=text value=Ada> <input type=checkbox checked>yes<input type=radio>no", "Ada ☑ yes☐ no"),
         ("<select><option>a<option selected>b</select><textarea>c</textarea>", "b\nc"),
         ("<select><option>a<option>b</select>", "a"),
+        ("<select multiple><option>a<option>b</select>", "a\nb"),
         ("<svg><title>t</title><text>drawn</text></svg><img alt='A map'>", "drawn\nA map"),
     ],
 )
@@ -530,6 +551,7 @@ def test_what_a_page_does_not_show_is_left_out(hidden: str) -> None:
         "<details><summary>S</summary>KELL</details>",
         "<p style='font-size:0.8em; opacity: 0.5'>KELL</p>",
         "<p aria-hidden=true>KELL</p>",
+        "<p style='display: none; display: block'>KELL</p>",
     ],
 )
 def test_what_a_page_does_show_is_kept(shown: str) -> None:
@@ -637,6 +659,7 @@ def raise_by(points: int, text: str, size: int = 7) -> str:
         ("BT /F1 12 Tf 72 700 Td (the 21) Tj " + raise_by(5, "st") + "( of May) Tj ET", "the 21st of May"),
         ("BT /F1 12 Tf 72 700 Td (tax of 4.) Tj " + raise_by(5, "17") + "ET", "tax of 4.¹⁷"),
         ("BT /F1 12 Tf 72 700 Td (1101) Tj " + raise_by(-3, "2") + "ET", "1101₂"),
+        ("BT /F1 12 Tf 72 700 Td (log) Tj " + raise_by(-3, "2") + "(64) Tj ET", "log₂64"),
         ("BT /F1 12 Tf 0 1 -1 0 300 300 Tm (Turned 210) Tj " + raise_by(6, "3") + "ET", "Turned 210³"),
         ("BT /F1 12 Tf 72 700 Td (Room 12) Tj " + raise_by(0, "34", 8) + "ET", "Room 1234"),
     ],

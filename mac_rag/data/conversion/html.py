@@ -68,7 +68,7 @@ _SHOWN_VALUES = frozenset(
 _SPACE = re.compile(r"[ \t\n\f\r]+")
 # Styles.
 _NOT_SHOWN = re.compile(
-    r"display\s*:\s*none|visibility\s*:\s*(?:hidden|collapse)|(?:font-size|opacity)\s*:\s*0+(?![.\d])|"
+    r"display\s*:\s*none(?![^}]*display\s*:)|visibility\s*:\s*(?:hidden|collapse)|(?:font-size|opacity)\s*:\s*0+(?![.\d])|"
     r"clip\s*:\s*rect\(\s*[01](?![.\d])|clip-path\s*:\s*inset\(\s*50%|(?:text-indent|left|top)\s*:\s*-\d{4}",
     re.IGNORECASE,
 )
@@ -188,7 +188,7 @@ def page_text(markup: str, notices: Notices, *, xhtml: bool = False, sheet: str 
     title = tree.css_first("head title")
     sheet += "".join(node.text() for node in tree.css("style"))
     hidden = {node.mem_id for node in tree.css(_HIDDEN)} | _hidden_by(sheet, tree, notices)
-    for menu in tree.css("select"):
+    for menu in tree.css("select:not([multiple]):not([size])"):
         options = menu.css("option")
         chosen = {option.mem_id for option in menu.css("option[selected]") or options[:1]}
         hidden |= {option.mem_id for option in options} - chosen
@@ -244,6 +244,7 @@ class _Walk:
         self._preformatted = 0
         self._breaks = 0  # lines to end before the next text
         self._number = False  # True after the number of a list's item, whose text follows on its line
+        self._lowered = ""  # a subscript that has just been written as it is, because a letter is before it
         self._starts: list[int] = []  # numbers of pieces, at the beginnings of what is rewritten at its end
         self._items: list[int | None] = []  # number of the last item of each open list
 
@@ -282,7 +283,8 @@ class _Walk:
             self._write(f"[{node.text().strip()}]")
             return ""
         if tag in _STRUCK or _STRUCK_STYLE.search(style):
-            self._notices.add("struck-out text is left out", node.text())
+            if struck := node.text().strip():
+                self._notices.add("struck-out text is left out", struck)
             self._write("" if tag == "del" else " ")  # what replaces a deletion may be a part of a word
             return ""
         if tag in _LOADED:
@@ -344,6 +346,7 @@ class _Walk:
                 before = next((piece[-1] for piece in reversed(self.pieces) if piece), "")
                 text = (raised if tag == "sup" else lowered)(text.strip(), before)
             self.pieces.append(text)
+            self._lowered = text if tag == "sub" else ""
         elif tag in _FORMULAS:
             self._write(_FORMULAS[tag][2])
         elif tag in ("ol", "ul", "menu", "dir"):
@@ -361,6 +364,9 @@ class _Walk:
 
     def _write(self, text: str) -> None:
         """Writes a text, and before it the breaks that are due. A blank one is left out after a break."""
+        if self._lowered and text[:1].isdigit():
+            self.pieces[-1] = lowered(self._lowered, "")
+        self._lowered = ""
         if text and not text.isspace():
             self._end_lines()
             self._number = False

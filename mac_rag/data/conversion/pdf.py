@@ -129,7 +129,11 @@ def _set_apart(characters: Any) -> str:
         end = place + 1
         while end < len(text) and not text[end].isspace() and _continues(characters, place, end):
             end += 1
-        pieces += [text[done:place], (raised if rise > 0 else lowered)(text[place:end], text[start - 1])]
+        if rise > 0:
+            moved = raised(text[place:end], text[start - 1])
+        else:
+            moved = lowered(text[place:end], "" if text[end : end + 1].isdigit() else text[start - 1])
+        pieces += [text[done:place], moved]
         done = end
     pieces.append(text[done:])
     return "".join(pieces).encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
