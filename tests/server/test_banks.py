@@ -109,7 +109,7 @@ def test_files_become_documents_by_their_names(own: Running, client: httpx.Clien
         json.dumps({"id": f"row-{number}", "text": f"Report {number}.", "year": number}) for number in range(40)
     )
     files = [
-        ("f", ("../../bridge.html", f"<title>The bridge</title><p>{BRIDGE}</p>".encode())),
+        ("f", ("../../bridge.html", f"<title>The bridge</title><p>{BRIDGE}</p><img src=plan.png>".encode())),
         ("f", ("rows.JSONL", rows.encode())),
         ("f", ("note", PRESS.encode())),
         ("f", ("broken.pdf", b"%PDF-1.7 nothing")),
@@ -120,7 +120,8 @@ def test_files_become_documents_by_their_names(own: Running, client: httpx.Clien
     assert job.status_code == 202
     done = ended(client, job.json())
     assert (done["state"], done["added"], done["total"], done["finished"]) == ("done", 42, 45, 45)
-    assert [one["document"] for one in done["left_out"]] == ["broken.pdf", "binary.txt", "note"]
+    assert [one["document"] for one in done["left_out"]] == ["bridge.html", "broken.pdf", "binary.txt", "note"]
+    assert done["left_out"][0]["reason"] == "pictures without a description are left out: plan.png"
     assert str(own.service.uploads) not in json.dumps(done)
     assert client.get(f"{place}/document", params={"id": "bridge.html"}).json()["metadata"] == {"title": "The bridge"}
     assert client.get(f"{place}/document", params={"id": "row-7"}).json()["metadata"] == {"year": 7}

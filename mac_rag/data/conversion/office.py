@@ -168,7 +168,7 @@ def _pandoc(kind: str, data: bytes, notices: Notices) -> str:
     if process.returncode:
         if process.returncode == 251:
             raise MemoryError
-        reason = " ".join(line for line in lines if not line.startswith("["))
+        reason = " ".join(line for line in lines if not line.startswith("[")) or f"signal {-process.returncode}"
         raise UnreadableError(f"is not {kind}, or damaged ({reason:.200}); save it again, or as text")
     for line in lines:
         if _SAID.match(line):
@@ -551,9 +551,12 @@ def _note_missing(texts: Texts, page: str, notices: Notices) -> None:
         found = whole.find(letters, place)
         if found < 0 and len(letters) > 1:
             searches += 1
-            found = whole.find(letters) if searches < _MOST_SEARCHES else -1
+            found = whole.find(letters)
             if found < 0:
                 notices.add(f"text of {part} is left out", piece)
+        if searches > _MOST_SEARCHES:  # each may take long
+            notices.add("the rest of the file was not compared with its text", f"from {part} on")
+            return
         place = found if found >= 0 else place
 
 
