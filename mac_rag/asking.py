@@ -17,7 +17,7 @@ from mac_rag.bank.interface import BankContents
 from mac_rag.bank.shared import SharedBank
 from mac_rag.batching_queue import isolating_errors
 from mac_rag.data.characters import check_text
-from mac_rag.data.metrics import normalize
+from mac_rag.data.metrics import comparable
 from mac_rag.data.provenance import content_hash
 from mac_rag.data.types import Answer, Document, Source
 from mac_rag.errors import ConfigError
@@ -497,7 +497,7 @@ def evidence_of(
 def is_abstention(model: MACModel, answer: str) -> bool:
     """True if an answer is the abstention that the model has learned."""
     abstention = model.config.prompt.abstention
-    return abstention is not None and normalize(answer) == normalize(abstention)
+    return abstention is not None and comparable(answer) == comparable(abstention)
 
 
 def supported_by(prompt: FittedPrompt, answer: str) -> float:
@@ -513,5 +513,5 @@ def repetition(question: str, answer: str) -> float:
         >>> repetition("Who opened the bridge in May?", "the bridge of Anna Berg")
         0.25
     """
-    question_words, answer_words = set(normalize(question).split()), normalize(answer).split()
+    question_words, answer_words = set(comparable(question).split()), comparable(answer).split()
     return sum(word in question_words for word in answer_words) / len(answer_words) if answer_words else 1.0

@@ -12,25 +12,27 @@ which memory attends most. Candidates are ordered by
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 from torch import Tensor
 
 from mac_rag.bank.base_reader import Reader
+from mac_rag.data.characters import word_forms, words
 from mac_rag.data.dates import date_in, moment_of, written
 from mac_rag.data.types import Source
 from mac_rag.errors import DataError
 from mac_rag.lm.prompt import FittedPrompt
 from mac_rag.retrieval.base import Hit
 
-_WORD = re.compile(r"\w+")
-# A sentence ends after . ! or ? if a capital letter, a digit or a quotation mark follows, and at an empty line. It does
-# not end after an initial or a title.
-_END = re.compile(r"(?<=[.!?])[\"'”’)\]]*\s+(?=[\"'“‘(\[]?[^\Wa-z_])|\n\s*\n")
-_GOES_ON = re.compile(r"(?:\b[^\W\d_]|\b(?:Mr|Mrs|Ms|Dr|Prof|St|Sr|Jr|vs|Gen|Col|Lt|Rev|Hon|No))\.$")
+# What ends like a sentence and goes on: abbreviations in front of a number that the segmenter does not know.
+_GOES_ON = re.compile(r"\b(?:approx|appr|ca|circa|est|max|min|vols?|nos?|pp?|pt|pts|ch|chap|sec|art|para|ed|eds)\.\s*\Z", re.I)
+_GAP = re.compile(r"\n\s*\n")
+_SPACE = re.compile(r"[^\S\n]")  # of any kind, each of which becomes a plain space for the segmenter
+_LONGEST = 1 << 16  # characters that the segmenter reads at once
 _LEAST_SHARE = 0.5  # a sentence counts if it holds at least this share of the answer's words
 # Documents with most attention that are candidates, even if fewer sources are asked for: the document that holds the
 # answer may not be the one with most attention.
@@ -134,14 +136,13 @@ def highlights(text: str, answer: str) -> list[tuple[int, int]]:
         >>> highlights("It employs 180 young people.", "180 people")
         [(11, 14), (21, 27)]
     """
-    answer_words = [word.casefold() for word in _WORD.findall(answer)]
-    matches = list(_WORD.finditer(text))
-    words = [match[0].casefold() for match in matches]
-    count = len(answer_words)
-    for first in range(len(words) - count + 1) if answer_words else ():
-        if words[first : first + count] == answer_words:
-            return [(matches[first].start(), matches[first + count - 1].end())]
-    return [match.span() for match, word in zip(matches, words, strict=True) if word in answer_words]
+    sought = word_forms(answer)
+    found = words(text)
+    forms, count = [word.form for word in found], len(sought)
+    for first in range(len(forms) - count + 1) if sought else ():
+        if forms[first : first + count] == sought:
+            return [(found[first].start, found[first + count - 1].end)]
+    return [(word.start, word.end) for word in found if word.form in sought]
 
 
 def _source(
@@ -195,12 +196,12 @@ def support_of(text: str, answer: str, question: str) -> Support | None:
         >>> text[slice(*support.span)], support.coverage, round(support.overlap, 2)
         ('It employs 180 people.', 1.0, 0.33)
     """
-    answer_words, question_words = _words(answer), _words(question)
+    answer_words, question_words = set(word_forms(answer)), set(word_forms(question))
     best, best_score = None, (_LEAST_SHARE, -1.0)
     for span in sentence_spans(text) if answer_words else ():
-        words = _words(text[slice(*span)])
-        coverage = len(answer_words & words) / len(answer_words)
-        score = (coverage, len(question_words & words) / max(1, len(question_words)))
+        held = set(word_forms(text[slice(*span)]))
+        coverage = len(answer_words & held) / len(answer_words)
+        score = (coverage, len(question_words & held) / max(1, len(question_words)))
         if score > best_score:
             best, best_score = Support(span, *score), score
     return best
@@ -214,18 +215,35 @@ def sentence_spans(text: str) -> list[tuple[int, int]]:
         >>> [text[start:end] for start, end in sentence_spans(text)]
         ['Dr. J. Berg came.', 'She left!']
     """
-    spans, start = [], 0
-    cuts = [(match.start(), match.end()) for match in _END.finditer(text)]
-    for cut, following in [*cuts, (len(text), len(text))]:
-        if cut < len(text) and "\n" not in text[cut:following] and _GOES_ON.search(text, max(start, cut - 6), cut):
-            continue
-        piece = text[start:following]
-        left, right = start + len(piece) - len(piece.lstrip()), start + len(piece.rstrip())
-        if left < right:
-            spans.append((left, right))
-        start = following
+    spans: list[tuple[int, int]] = []
+    for start, end in _paragraphs(text):
+        cut = start
+        for following in _cuts(text[start:end]):
+            piece = text[cut : start + following]
+            left, right = cut + len(piece) - len(piece.lstrip()), cut + len(piece.rstrip())
+            if left < right:
+                spans.append((left, right))
+            cut = start + following
     return spans
 
 
-def _words(text: str) -> set[str]:
-    return {word.casefold() for word in _WORD.findall(text)}
+def _paragraphs(text: str) -> Iterator[tuple[int, int]]:
+    """Parts of a text between empty lines, and of at most `_LONGEST` characters."""
+    for start, end in pairwise([0, *(match.end() for match in _GAP.finditer(text)), len(text)]):
+        while end - start > _LONGEST:
+            space = max(text.rfind(" ", start, start + _LONGEST), text.rfind("\n", start, start + _LONGEST))
+            cut = space + 1 if space >= start else start + _LONGEST
+            yield start, cut
+            start = cut
+        yield start, end
+
+
+def _cuts(text: str) -> Iterator[int]:
+    """Where each sentence of a paragraph ends."""
+    from sentencex import get_sentence_boundaries
+
+    found = [sentence["end_index"] for sentence in get_sentence_boundaries("en", _SPACE.sub(" ", text))]
+    for cut in found[:-1]:
+        if not (_GOES_ON.search(text, max(0, cut - 16), cut) and text[cut : cut + 1].isdigit()):
+            yield cut
+    yield len(text)
