@@ -6,7 +6,6 @@ as a stream, which can begin at any row. An error names the file and the row.
 
 from __future__ import annotations
 
-import datetime
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
@@ -19,6 +18,7 @@ from typing import Any
 
 from mac_rag.data.characters import is_blank
 from mac_rag.data.conversion import convert, is_converted
+from mac_rag.data.dates import with_written_dates
 from mac_rag.data.table import Place, Row, raise_error, read_table
 from mac_rag.data.types import Document
 from mac_rag.errors import DataError
@@ -387,7 +387,7 @@ def _typed_rows(where: str, batches: Iterable[Any], number: int, start: int) -> 
     for batch in batches:
         for values in _values(where, batch, number):
             if number >= start:
-                yield Row(f"{where}, row {number + 1}", Place(number), _as_json(values))
+                yield Row(f"{where}, row {number + 1}", Place(number), with_written_dates(values))
             number += 1
 
 
@@ -401,14 +401,3 @@ def _values(where: str, batch: Any, number: int) -> Iterator[dict[str, Any]]:
                 yield from batch.slice(index, 1).to_pylist()
             except (ValueError, OverflowError) as error:
                 raise DataError(f"{where}, row {number + index + 1}: a value cannot be read: {error}") from None
-
-
-def _as_json(value: Any) -> Any:
-    """A value of a Parquet or Hub table in JSON's types; dates and times in ISO 8601."""
-    if isinstance(value, datetime.date | datetime.time):
-        return value.isoformat()
-    if isinstance(value, Mapping):
-        return {name: _as_json(item) for name, item in value.items()}
-    if isinstance(value, list):
-        return [_as_json(item) for item in value]
-    return value
