@@ -126,7 +126,8 @@ def adapt(
 
     A bank that was once adapted to with --retriever bm25 holds an index of BM25, which is kept up to date also without.
 
-    The bank is created if it does not exist. Each line of a .jsonl file is a document {"id": ..., "text": ...}, and so
+    The bank is created if it does not exist. Each line of a .jsonl or .ndjson file is a document {"id": ..., "text":
+    ...}, and so
     is each row of a .csv or .parquet file with the columns id and text; other keys and columns become metadata. Any
     other file is one document, and its path is the id; the title of an HTML, PDF or DOCX file becomes metadata. PDF
     needs the extra `files`. Standard input is read as JSON Lines if it starts with {, otherwise as one document with
