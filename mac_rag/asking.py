@@ -6,6 +6,7 @@ Several calls of `MACEngine.answer` may share a batch. Bad input in one call is 
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Hashable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Literal, TypeAlias
 
@@ -29,7 +30,7 @@ from mac_rag.model.calibration import Logistic, Mode
 from mac_rag.progress import progress_bar
 from mac_rag.retrieval.base import Hit, Retriever
 from mac_rag.retrieval.bm25 import BM25Retriever
-from mac_rag.sources import find_sources, support_of, texts_read
+from mac_rag.sources import LOOKED_AT, find_sources, in_letters_of, support_of, texts_read
 from mac_rag.sync import is_held
 
 # Documents of one question, the best first; those that were given as texts have an empty id.
@@ -288,13 +289,53 @@ def _answered(batch: Sequence[_Prepared], settings: Settings, reader: Reader) ->
             unread,
             found,
         )
-        for one, text, share, found in zip(batch, texts, discarded, sources, strict=True)
+        for one, text, share, found in zip(
+            batch,
+            in_their_letters(reader, prompts, texts, sources, settings.allowed, with_memory=settings.use_memory),
+            discarded,
+            sources,
+            strict=True,
+        )
     ]
     if settings.min_confidence is None:
         return answers
     phi = None if aggregated is None else aggregated.phi
     evidence = evidence_from(reader, prompts, texts, phi, settings.allowed)
     return doubted(reader.model, prompts, answers, evidence, settings.min_confidence)
+
+
+def in_their_letters(
+    reader: Reader,
+    prompts: Sequence[FittedPrompt],
+    answers: Sequence[str],
+    sources: Sequence[Sequence[Source]],
+    allowed: Container[str] | None,
+    *,
+    with_memory: bool,
+) -> list[str]:
+    """The answers of an LM whose tokenizer drops case, accents or spaces, as the documents write them.
+
+    An answer that stands in no text of the prompt, of the sources or, in a bank that keeps texts, of the documents with
+    most attention stays as it is, and so does an abstention.
+    """
+    model = reader.model
+    if model.base_lm.keeps_letters:
+        return list(answers)
+    written = [
+        answer if is_abstention(model, answer) else in_letters_of(answer, found, prompt.contexts)
+        for prompt, answer, found in zip(prompts, answers, sources, strict=True)
+    ]
+    rest = [row for row, answer in enumerate(written) if answer is None]
+    if rest and with_memory and reader.bank.keep_texts:
+        some, their = [prompts[row] for row in rest], [answers[row] for row in rest]
+        with suppress(ConfigError):  # an attention that does not tell single documents apart
+            mass = aggregate_prompts(reader, some, allowed, mass=True).mass
+            assert mass is not None
+            asked, masses = [prompt.question for prompt in some], reader.by_document(mass, allowed)
+            remembered = find_sources(asked, their, [{}] * len(some), masses, reader, LOOKED_AT)
+            for row, answer, found in zip(rest, their, remembered, strict=True):
+                written[row] = in_letters_of(answer, found)
+    return [answer if text is None else text for answer, text in zip(answers, written, strict=True)]
 
 
 def aggregate_prompts(

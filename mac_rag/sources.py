@@ -1,6 +1,6 @@
 """Which documents an answer rests on, and which sentence of them.
 
-A document is a candidate if the LM read it in front of the question, or if it is among the `_LOOKED_AT` documents to
+A document is a candidate if the LM read it in front of the question, or if it is among the `LOOKED_AT` documents to
 which memory attends most. Candidates are ordered by
 
 1. the share of the answer's words that their best sentence holds, because an answer that a text does not hold came from
@@ -21,22 +21,27 @@ from typing import Any
 from torch import Tensor
 
 from mac_rag.bank.base_reader import Reader
-from mac_rag.data.characters import word_forms, words
+from mac_rag.data.characters import as_written, find_words, word_forms, words
 from mac_rag.data.dates import date_in, moment_of, written
 from mac_rag.data.types import Source
 from mac_rag.errors import DataError
 from mac_rag.lm.prompt import FittedPrompt
 from mac_rag.retrieval.base import Hit
 
-# What ends like a sentence and goes on: abbreviations in front of a number that the segmenter does not know.
-_GOES_ON = re.compile(r"\b(?:approx|appr|ca|circa|est|max|min|vols?|nos?|pp?|pt|pts|ch|chap|sec|art|para|ed|eds)\.\s*\Z", re.I)
+# Abbreviations in front of a number, at which the segmenter would cut.
+_GOES_ON = re.compile(
+    r"\b(?:approx|appr|ca|circa|est|max|min|avg|vols?|nos?|nrs?|pp?|pts?|chs?|chap|secs?|arts?|paras?|eds?|figs?|eqs?|refs?"
+    r"|abs|bd|tel|ext|ver|rev|bldg|apt|rm|temp|alt|lat|long|op|bk|col|ll?|vv?)\.\s*\Z",
+    re.IGNORECASE,
+)
+_BREAK = re.compile(r"\s*\n\s*")
 _GAP = re.compile(r"\n\s*\n")
 _SPACE = re.compile(r"[^\S\n]")  # of any kind, each of which becomes a plain space for the segmenter
 _LONGEST = 1 << 16  # characters that the segmenter reads at once
 _LEAST_SHARE = 0.5  # a sentence counts if it holds at least this share of the answer's words
 # Documents with most attention that are candidates, even if fewer sources are asked for: the document that holds the
 # answer may not be the one with most attention.
-_LOOKED_AT = 8
+LOOKED_AT = 8
 
 
 def find_sources(
@@ -65,7 +70,7 @@ def find_sources(
         shares: dict[str, float] = {}
         if masses is not None:
             ids, mass = masses
-            values, places = mass[row].topk(min(max(most, _LOOKED_AT), len(ids)))
+            values, places = mass[row].topk(min(max(most, LOOKED_AT), len(ids)))
             found = zip(places.tolist(), values.tolist())
             shares = {ids[place]: value for place, value in found if value > 0 or not reader.sees_some}
             if any(document_id not in shares for document_id in texts):
@@ -99,6 +104,27 @@ def texts_read(hits: Sequence[Hit], prompt: FittedPrompt) -> dict[str, str]:
     known = [hit for hit in hits if hit.document_id and hit.text.strip()]
     texts = {hit.document_id: hit.text if hit.document_id in from_bank else next(contexts, "") for hit in known}
     return {name: text for name, text in texts.items() if text}
+
+
+def in_letters_of(answer: str, sources: Sequence[Source], texts: Sequence[str] = ()) -> str | None:
+    """An answer with the letters and spaces of the first document in which it stands, first in its sentence.
+
+    Args:
+        answer: the answer.
+        sources: the documents that it rests on, the most important one first.
+        texts: further texts that the LM has read.
+
+    Returns:
+        None if it stands in none of them.
+
+    Examples:
+        >>> in_letters_of("zoe o ' brien", [Source("press", text="It is run by Zo\u00eb O'Brien.")])
+        "Zo\u00eb O'Brien"
+    """
+    whole = [text for text in (*(source.text for source in sources), *texts) if text]
+    sentences = [source.sentence for source in sources if source.sentence]
+    found = next(filter(None, (as_written(text, answer) for text in (*sentences, *whole))), None)
+    return None if found is None else _BREAK.sub(" ", found)
 
 
 def source_record(source: Source, answer: str | None = None) -> dict[str, Any]:
@@ -138,11 +164,8 @@ def highlights(text: str, answer: str) -> list[tuple[int, int]]:
     """
     sought = word_forms(answer)
     found = words(text)
-    forms, count = [word.form for word in found], len(sought)
-    for first in range(len(forms) - count + 1) if sought else ():
-        if forms[first : first + count] == sought:
-            return [(found[first].start, found[first + count - 1].end)]
-    return [(word.start, word.end) for word in found if word.form in sought]
+    whole = find_words(found, sought)
+    return [whole] if whole else [(word.start, word.end) for word in found if word.form in sought]
 
 
 def _source(

@@ -13,7 +13,7 @@ from __future__ import annotations
 import re
 import unicodedata
 from array import array
-from collections.abc import Iterator, MutableSequence
+from collections.abc import MutableSequence, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -112,6 +112,7 @@ _WITHOUT_SPACES = r"\p{Han}\p{Hiragana}\p{Katakana}\p{Thai}\p{Lao}\p{Khmer}\p{My
 _WORD = regex.compile(rf"[{_WITHOUT_SPACES}--[\p{{M}}\p{{Nd}}]]\p{{M}}*|[\w--[{_WITHOUT_SPACES}]]+", regex.V1)
 _ASCII_WORD = re.compile(r"\w+", re.ASCII)
 _CHARACTER = regex.compile(r"\X")
+_MARKS = regex.compile(r"\p{Mn}+")
 
 
 def normal_form(text: str, *, accents: bool = False) -> str:
@@ -183,26 +184,47 @@ def word_forms(text: str) -> list[str]:
     return (_ASCII_WORD if text.isascii() else _WORD).findall(normal_form(text))
 
 
-def as_written(text: str, wanted: str) -> Iterator[tuple[int, int]]:
-    """Where whole words of a text have the same letters and signs as `wanted`, whatever their case, accents and spaces.
+def as_written(text: str, wanted: str) -> str | None:
+    """The first place of a text that is `wanted` but for case, accents, marks and spaces, as the text has it.
+
+    If there is none: the first place with the same words, whatever signs are between them. None if there is neither.
 
     Examples:
-        >>> text = "It was run by Mr. Jos\u00e9 O\u2019Brien."
-        >>> [text[start:end] for start, end in as_written(text, "jose o ' brien")]
-        ['Jos\u00e9 O\u2019Brien']
+        >>> as_written("It was run by Mr. Jos\u00e9 O\u2019Brien of AT&T.", "jose o ' brien")
+        'Jos\u00e9 O\u2019Brien'
     """
-    sought = "".join(normal_form(wanted).split())
-    if sought not in "".join(normal_form(text).split()):  # a map of a long text takes time
-        return
-    mapped = _Mapped(text)
-    places = [place for place, character in enumerate(mapped.form) if not character.isspace()]
-    solid = "".join([mapped.form[place] for place in places])
-    found = solid.find(sought) if sought else -1
-    while found >= 0:
-        first, last = places[found], places[found + len(sought) - 1]
-        if not (_within_word(mapped.form, first) or _within_word(mapped.form, last + 1)):
-            yield mapped.span(first, last + 1)
-        found = solid.find(sought, found + 1)
+    sought = _solid(normal_form(wanted))
+    if not sought:
+        return None
+    if sought in _solid(normal_form(text)):  # a map of a long text takes time
+        mapped = _Mapped(text)
+        letters = [(letter, place) for place, character in enumerate(mapped.form) for letter in _solid(character)]
+        solid, places = "".join([letter for letter, _ in letters]), [place for _, place in letters]
+        found = solid.find(sought)
+        while found >= 0:
+            first, last = places[found], places[found + len(sought) - 1]
+            if not (_within_word(mapped.form, first) or _within_word(mapped.form, last + 1)):
+                start, end = mapped.span(first, last + 1)
+                return text[start:end]
+            found = solid.find(sought, found + 1)
+    span = find_words(words(text), word_forms(wanted))
+    return None if span is None else text[slice(*span)]
+
+
+def find_words(found: Sequence[Word], sought: Sequence[str]) -> tuple[int, int] | None:
+    """Start and end of the first place of a text, of whose words some are these, in sequence; None if there is none."""
+    forms, count = [word.form for word in found], len(sought)
+    for first in range(len(forms) - count + 1) if sought else ():
+        if forms[first : first + count] == list(sought):
+            return found[first].start, found[first + count - 1].end
+    return None
+
+
+def _solid(form: str) -> str:
+    """A normal form without spaces, and without the marks that some tokenizers drop from letters of all scripts."""
+    if not form.isascii():
+        form = _MARKS.sub("", unicodedata.normalize("NFD", form))
+    return "".join(form.split())
 
 
 def _within_word(form: str, place: int) -> bool:

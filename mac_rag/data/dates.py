@@ -20,7 +20,8 @@ from mac_rag.untrusted_files import METADATA_DEPTH
 ALWAYS: Final = -(1 << 63)  # the moment of a document without a date: before all others
 LAST: Final = (1 << 63) - 1  # the moment after all others
 REMEDY = (
-    "write it in ISO 8601, such as 2004-05-31 or 2004-05-31T18:30:00+02:00, or in seconds since 1970, such as @1085961600"
+    "write it in ISO 8601, such as 2004-05-31 or 2004-05-31T18:30:00+02:00, or in seconds since 1970, such as "
+    "@1085961600"
 )
 
 AsOf: TypeAlias = "str | int | date | datetime | None"  # the moment of a question, as `read_date` takes it
@@ -28,7 +29,9 @@ AsOf: TypeAlias = "str | int | date | datetime | None"  # the moment of a questi
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 _MICROSECOND = timedelta(microseconds=1)
 _HYPHENS = str.maketrans("\u2010\u2011\u2212", "---")
-_EPOCH_NUMBER = re.compile(r"@(?P<seconds>-?\d{1,15}(?:\.\d{1,9})?)|/Date\((?P<thousandths>-?\d{1,18})(?:[+-]\d{4})?\)/")
+_EPOCH_NUMBER = re.compile(
+    r"@(?P<seconds>-?\d{1,15}(?:\.\d{1,9})?)|/Date\((?P<thousandths>-?\d{1,18})(?:[+-]\d{4})?\)/"
+)
 _YEAR_MONTH = re.compile(r"\d{6}")
 _OTHER_YEARS = re.compile(r"^[+-]\d|^\d{5,}-|(?<!\d)0000-\d|\bB\.?C", re.IGNORECASE)
 # (Central European Summer Time), CEST: what JavaScript, mails and Go add after an offset.
@@ -135,7 +138,11 @@ def written(moment: int) -> str:
 
 
 def with_written_dates(value: Any, depth: int = METADATA_DEPTH) -> Any:
-    """A value, or its copy in which dates and times of Python are texts in ISO 8601, also in lists and mappings up to a depth.
+    """A value, or its copy with dates and times of Python as texts in ISO 8601, also in lists and mappings.
+
+    Args:
+        value: the value.
+        depth: how deep in lists and mappings.
 
     Examples:
         >>> with_written_dates({"date": date(2004, 5, 31)})

@@ -52,12 +52,13 @@ _LONG_BATCH = 32 << 20  # bytes of a batch whose rows are decoded one by one
 def read_documents(paths: Iterable[Path]) -> list[Document]:
     """Reads files in the order of `paths`.
 
-    A `.jsonl` or `.ndjson` file holds one document per line, `{"id": ..., "text": ...}`; `.csv`, `.tsv` and `.parquet`
-    files have the columns `id` and `text`. Further keys and columns become metadata, and so do the names in an object
-    `metadata`. Any other file is one document with its path as id. HTML, PDF and DOCX files are converted to text, and their title becomes metadata (see
-    `mac_rag.data.conversion`). The path `-` is standard input: JSON Lines if it starts with `{`, otherwise one document
-    with the id `-`. The path `hub:OWNER/NAME` is a data set of the Hugging Face Hub, followed by `/CONFIGURATION` and
-    `:SPLIT` if needed; the default split is `train`. A row may have 8 MiB, and a file that is one document 64 MiB.
+    A `.jsonl` or `.ndjson` file holds one document per line, `{"id": ..., "text": ...}`; `.csv`, `.tsv` and
+    `.parquet` files have the columns `id` and `text`. Further keys and columns become metadata, and so do the names
+    in an object `metadata`. Any other file is one document with its path as id. HTML, PDF and DOCX files are
+    converted to text, and their title becomes metadata (see `mac_rag.data.conversion`). The path `-` is standard
+    input: JSON Lines if it starts with `{`, otherwise one document with the id `-`. The path `hub:OWNER/NAME` is a
+    data set of the Hugging Face Hub, followed by `/CONFIGURATION` and `:SPLIT` if needed; the default split is
+    `train`. A row may have 8 MiB, and a file that is one document 64 MiB.
 
     Raises:
         DataError: for a file that is missing, too long, not a regular file, or not UTF-8 text, for a list in JSON, and
@@ -361,7 +362,8 @@ def _parquet_rows(path: Path, start: int) -> Iterator[Row]:
             parquet = ParquetFile(file)
             _check_growth(parquet.metadata, size)
             # As dictionaries, texts that repeat take no more memory than in the file.
-            texts = [leaf.path for leaf in map(parquet.schema.column, range(parquet.metadata.num_columns)) if _is_text(leaf)]
+            leaves = map(parquet.schema.column, range(parquet.metadata.num_columns))
+            texts = [leaf.path for leaf in leaves if _is_text(leaf)]
             parquet = ParquetFile(file, metadata=parquet.metadata, read_dictionary=texts, pre_buffer=False)
             sizes = [parquet.metadata.row_group(group).num_rows for group in range(parquet.num_row_groups)]
             first = before = 0  # the row group with the first row to read, and the rows before it
@@ -392,8 +394,8 @@ def _check_growth(metadata: Any, size: int) -> None:
             decoded = column.total_uncompressed_size
             if decoded > _MOST_DECODED + _GROWTH * size or column.num_values > _MOST_VALUES + _VALUES_OF_BYTE * size:
                 raise MalformedError(
-                    f"it has {size:,} bytes, and its column {column.path_in_schema!r:.80} becomes {decoded:,} bytes with "
-                    f"{column.num_values:,} values; write it again"
+                    f"it has {size:,} bytes, and its column {column.path_in_schema!r:.80} becomes {decoded:,} bytes "
+                    f"with {column.num_values:,} values; write it again"
                 )
 
 
@@ -413,7 +415,9 @@ def _bounded(batches: Iterable[Any], number: int, left: int) -> Iterator[Any]:
         for some in rows:
             left -= _size(some)
             if left < 0:
-                raise MalformedError(f"up to row {number + 1} its values become too many bytes for its size; write it again")
+                raise MalformedError(
+                    f"up to row {number + 1} its values become too many bytes for its size; write it again"
+                )
             number += len(some)
             yield some
 

@@ -21,7 +21,6 @@ from mac_rag.atomic_files import sync_folder, write_file
 from mac_rag.errors import DataError
 from mac_rag.untrusted_files import ROW, ROW_LINES, MalformedError, lines_of, open_file, parse_json
 
-
 _DELIMITERS = ",;\t|"
 _LIST = re.compile(r"""(?:array\()?[\[{]\s*["']|\(\s*["'].*\)$""", re.DOTALL)  # how a list of texts begins
 _LONGEST_LITERAL = 1 << 20  # characters of a list as Python writes it, which takes a hundred times its size to parse
@@ -135,7 +134,7 @@ def read_table(
 
 
 def _dialect(first: str, columns: Sequence[str]) -> dict[str, Any]:
-    """What separates the cells of a file: the sign that makes most of the columns, and most cells, of its first line."""
+    """What separates the cells: the sign that makes most of the columns, and most cells, of the first line."""
 
     def cells(delimiter: str) -> list[str]:
         # A quoted cell may go on in the next line, so the line by itself is read leniently.

@@ -291,7 +291,7 @@ def test_a_cell_marks_a_question_as_impossible(tmp_path: Path, mark: str, kept: 
     (tmp_path / "rows.csv").write_text(content)
     assert len(read(tmp_path / "rows.csv").questions) == kept + 1
     (tmp_path / "rows.csv").write_text(content.replace("False", "perhaps"))
-    with pytest.raises(DataError, match="row 2 .*'is_impossible': it must be true or false, got 'perhaps'"):
+    with pytest.raises(DataError, match=r"row 2 .*'is_impossible': it must be true or false, got 'perhaps'"):
         read(tmp_path / "rows.csv")
 
 

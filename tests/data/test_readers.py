@@ -361,7 +361,7 @@ def growing(form: str) -> Any:
         "texts": {"text": long},
         "list": {"tags": pyarrow.ListArray.from_arrays(pyarrow.array(range(257), pyarrow.int32()), long)},
         "object": {"of": pyarrow.StructArray.from_arrays([long], ["it"])},
-        "values": {"tags": pyarrow.ListArray.from_arrays([0, *[1 << 16] * 256], pyarrow.nulls(1 << 16, pyarrow.int8()))},
+        "values": {"tags": pyarrow.ListArray.from_arrays([0, *[65536] * 256], pyarrow.nulls(65536, pyarrow.int8()))},
         "rows": {"text": repeated("a", 50_000)},
         "page": {"text": pyarrow.array(["x" * (2 << 20)])},
     }[form]
@@ -385,7 +385,8 @@ def test_a_file_that_grows_out_of_bounds_is_refused_before_it_is_decoded(
     import pyarrow
     import pyarrow.parquet
 
-    small = {"_MOST_DECODED": 1 << 20, "_GROWTH": 64, "_MOST_VALUES": 1 << 10, "_VALUES_OF_BYTE": 8, "_LONG_BATCH": 1 << 18}
+    small = {"_MOST_DECODED": 1 << 20, "_GROWTH": 64, "_MOST_VALUES": 1 << 10, "_VALUES_OF_BYTE": 8}
+    small["_LONG_BATCH"] = 1 << 18
     for name, value in small.items():
         monkeypatch.setattr(readers, name, value)
 
@@ -403,11 +404,11 @@ def test_texts_that_repeat_are_no_fault(tmp_path: Path) -> None:
     import pyarrow.parquet
 
     text = "A storm has hit the town. " * 400
-    rows = [
-        {"id": f"{n}", "text": text, "tags": ["a", text[:n]], "of": {"it": None, "more": [text[:9]]}} for n in range(300)
-    ]
+    of = {"it": None, "more": [text[:9]]}
+    rows = [{"id": f"{n}", "text": text, "tags": ["a", text[:n]], "of": of} for n in range(300)]
     table = pyarrow.Table.from_pylist(rows)
-    pairs = pyarrow.array([[("k", f"{n}")] * (n % 3) for n in range(300)], pyarrow.map_(pyarrow.string(), pyarrow.string()))
+    kind = pyarrow.map_(pyarrow.string(), pyarrow.string())
+    pairs = pyarrow.array([[("k", f"{n}")] * (n % 3) for n in range(300)], kind)
     pyarrow.parquet.write_table(table.append_column("pairs", pairs), tmp_path / "rows.parquet", row_group_size=100)
     found = list(placed_documents(tmp_path / "rows.parquet"))
     assert [document.metadata["tags"] for _, document in found] == [row["tags"] for row in rows]
