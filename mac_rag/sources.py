@@ -28,12 +28,13 @@ from mac_rag.errors import DataError
 from mac_rag.lm.prompt import FittedPrompt
 from mac_rag.retrieval.base import Hit
 
-# Abbreviations in front of a number, at which the segmenter would cut.
-_GOES_ON = re.compile(
+# Abbreviations at which the segmenter would cut: in front of a number, and in front of a small letter.
+_BEFORE_NUMBER = re.compile(
     r"\b(?:approx|appr|ca|circa|est|max|min|avg|vols?|nos?|nrs?|pp?|pts?|chs?|chap|secs?|arts?|paras?|eds?|figs?|eqs?|refs?"
     r"|abs|bd|tel|ext|ver|rev|bldg|apt|rm|temp|alt|lat|long|op|bk|col|ll?|vv?)\.\s*\Z",
     re.IGNORECASE,
 )
+_SHORT = re.compile(r"\b[^\W\d_]{1,5}\.\s*\Z")
 _BREAK = re.compile(r"\s*\n\s*")
 _GAP = re.compile(r"\n\s*\n")
 _SPACE = re.compile(r"[^\S\n]")  # of any kind, each of which becomes a plain space for the segmenter
@@ -267,6 +268,8 @@ def _cuts(text: str) -> Iterator[int]:
 
     found = [sentence["end_index"] for sentence in get_sentence_boundaries("en", _SPACE.sub(" ", text))]
     for cut in found[:-1]:
-        if not (_GOES_ON.search(text, max(0, cut - 16), cut) and text[cut : cut + 1].isdigit()):
+        first = text[cut : cut + 1]
+        goes_on = _BEFORE_NUMBER if first.isdigit() else _SHORT if first.islower() else None
+        if goes_on is None or not goes_on.search(text, max(0, cut - 16), cut):
             yield cut
     yield len(text)
