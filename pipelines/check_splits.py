@@ -70,14 +70,14 @@ def data_of(recipe: str, overrides: list[str] | None) -> DataConfig | None:
 
 def dataset_contents(data: QADataset) -> dict[str, set[str]]:
     """Documents, titles and questions of a data set, normalised."""
-    from mac_rag.data.metrics import comparable
+    from mac_rag.data.metrics import normalize
 
     # SQuAD writes the spaces in Wikipedia's titles as underscores.
     titles = (str(document.metadata.get("title", "")).replace("_", " ") for document in data.documents)
     return {
-        "documents": {comparable(document.text) for document in data.documents},
-        "titles": {comparable(title) for title in titles} - {""},
-        "questions": {comparable(question.question) for question in data.questions},
+        "documents": {normalize(document.text) for document in data.documents},
+        "titles": {normalize(title) for title in titles} - {""},
+        "questions": {normalize(question.question) for question in data.questions},
     }
 
 

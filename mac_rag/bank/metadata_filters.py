@@ -83,13 +83,13 @@ def _compared(key: str, name: str, operand: Any) -> Condition:
         return lambda metadata: key in metadata and _matches(metadata[key], operand)
     if name in ("$ne", "$nin"):
         return lambda metadata: key not in metadata or not _matches(metadata[key], operand)
-    kind = _kind(key, operand)
-    if kind is None:
+    order = _kind(key, operand)
+    if order is None:
         raise ConfigError(f"{where} takes {'a date' if key == 'date' else 'a number or a text'}, got {operand!r:.80}")
     limit, compare = _comparable(key, operand), _ORDERS[name]
 
     def holds(value: Any) -> bool:
-        if _kind(key, value) != kind:
+        if _kind(key, value) != order:
             raise ConfigError(
                 f"{where} compares {operand!r:.80} with {value!r:.80} of a document; compare values of one kind"
             )

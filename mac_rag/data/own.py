@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from mac_rag.data.characters import check_text, shown_id
 from mac_rag.data.dates import read_date
-from mac_rag.data.metrics import comparable
+from mac_rag.data.metrics import normalize
 from mac_rag.data.provenance import check_document
 from mac_rag.data.readers import HUB, ROWS, TABLES, hub_splits, merged, read_rows
 from mac_rag.data.squad import paragraph_rows
@@ -226,13 +226,13 @@ def drawn_split(document: Document) -> str:
         True
     """
     title = str(document.metadata.get("title", "")).replace("_", " ")  # as SQuAD writes spaces
-    return _draw(title) if comparable(title) else _draw(document.text)
+    return _draw(title) if normalize(title) else _draw(document.text)
 
 
 def _draw(text: str) -> str:
-    # Texts that differ only in case, accents, punctuation and articles get one split, because `pipelines.check_splits`
-    # compares them so.
-    digest = hashlib.sha256((comparable(text) or text).encode()).digest()
+    # Texts that differ only in case, punctuation and articles get one split, because `pipelines.check_splits` compares
+    # them so. Not by `comparable`: models have been trained on these splits.
+    digest = hashlib.sha256((normalize(text) or text).encode()).digest()
     place = int.from_bytes(digest[:8], "big") / 2**64
     return "train" if place < _VAL else "val" if place < _TEST else "test"
 
