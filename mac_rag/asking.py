@@ -6,6 +6,7 @@ Several calls of `MACEngine.answer` may share a batch. Bad input in one call is 
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Hashable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Literal, TypeAlias
 
@@ -17,7 +18,7 @@ from mac_rag.bank.interface import BankContents
 from mac_rag.bank.shared import SharedBank
 from mac_rag.batching_queue import isolating_errors
 from mac_rag.data.characters import check_text
-from mac_rag.data.metrics import normalize
+from mac_rag.data.metrics import comparable
 from mac_rag.data.provenance import content_hash
 from mac_rag.data.types import Answer, Document, Source
 from mac_rag.errors import ConfigError
@@ -29,7 +30,7 @@ from mac_rag.model.calibration import Logistic, Mode
 from mac_rag.progress import progress_bar
 from mac_rag.retrieval.base import Hit, Retriever
 from mac_rag.retrieval.bm25 import BM25Retriever
-from mac_rag.sources import find_sources, support_of, texts_read
+from mac_rag.sources import LOOKED_AT, find_sources, in_letters_of, support_of, texts_read
 from mac_rag.sync import is_held
 
 # Documents of one question, the best first; those that were given as texts have an empty id.
@@ -288,13 +289,53 @@ def _answered(batch: Sequence[_Prepared], settings: Settings, reader: Reader) ->
             unread,
             found,
         )
-        for one, text, share, found in zip(batch, texts, discarded, sources, strict=True)
+        for one, text, share, found in zip(
+            batch,
+            in_their_letters(reader, prompts, texts, sources, settings.allowed, with_memory=settings.use_memory),
+            discarded,
+            sources,
+            strict=True,
+        )
     ]
     if settings.min_confidence is None:
         return answers
     phi = None if aggregated is None else aggregated.phi
     evidence = evidence_from(reader, prompts, texts, phi, settings.allowed)
     return doubted(reader.model, prompts, answers, evidence, settings.min_confidence)
+
+
+def in_their_letters(
+    reader: Reader,
+    prompts: Sequence[FittedPrompt],
+    answers: Sequence[str],
+    sources: Sequence[Sequence[Source]],
+    allowed: Container[str] | None,
+    *,
+    with_memory: bool,
+) -> list[str]:
+    """The answers of an LM whose tokenizer drops case, accents or spaces, as the documents write them.
+
+    An answer that stands in no text of the prompt, of the sources or, in a bank that keeps texts, of the documents with
+    most attention stays as it is, and so does an abstention.
+    """
+    model = reader.model
+    if model.base_lm.keeps_letters:
+        return list(answers)
+    written = [
+        answer if is_abstention(model, answer) else in_letters_of(answer, found, prompt.contexts)
+        for prompt, answer, found in zip(prompts, answers, sources, strict=True)
+    ]
+    rest = [row for row, answer in enumerate(written) if answer is None]
+    if rest and with_memory and reader.bank.keep_texts:
+        some, their = [prompts[row] for row in rest], [answers[row] for row in rest]
+        with suppress(ConfigError):  # an attention that does not tell single documents apart
+            mass = aggregate_prompts(reader, some, allowed, mass=True).mass
+            assert mass is not None
+            asked, masses = [prompt.question for prompt in some], reader.by_document(mass, allowed)
+            remembered = find_sources(asked, their, [{}] * len(some), masses, reader, LOOKED_AT)
+            for row, answer, found in zip(rest, their, remembered, strict=True):
+                written[row] = in_letters_of(answer, found)
+    return [answer if text is None else text for answer, text in zip(answers, written, strict=True)]
 
 
 def aggregate_prompts(
@@ -497,7 +538,7 @@ def evidence_of(
 def is_abstention(model: MACModel, answer: str) -> bool:
     """True if an answer is the abstention that the model has learned."""
     abstention = model.config.prompt.abstention
-    return abstention is not None and normalize(answer) == normalize(abstention)
+    return abstention is not None and comparable(answer) == comparable(abstention)
 
 
 def supported_by(prompt: FittedPrompt, answer: str) -> float:
@@ -513,5 +554,5 @@ def repetition(question: str, answer: str) -> float:
         >>> repetition("Who opened the bridge in May?", "the bridge of Anna Berg")
         0.25
     """
-    question_words, answer_words = set(normalize(question).split()), normalize(answer).split()
+    question_words, answer_words = set(comparable(question).split()), comparable(answer).split()
     return sum(word in question_words for word in answer_words) / len(answer_words) if answer_words else 1.0

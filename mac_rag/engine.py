@@ -30,6 +30,7 @@ from mac_rag.asking import (
     evidence_from,
     fitted,
     group_of,
+    in_their_letters,
     written,
 )
 from mac_rag.bank.bank import MemoryBank
@@ -431,6 +432,15 @@ class MACEngine:
                 memory_weight=self.memory_weight if memory_weight is None else memory_weight,
                 sampling=sampling,
             )
+            if not self.model.base_lm.keeps_letters:  # the whole answer tells which letters its document has
+
+                def whole(parts: Iterator[str] = pieces) -> Iterator[str]:
+                    text = "".join(parts)
+                    yield from filter(
+                        None, in_their_letters(self._reader, [prompt], [text], [()], allowed, with_memory=use_memory)
+                    )
+
+                pieces = whole()
             first = self._some_of(pieces)
 
         def locked() -> Iterator[str]:

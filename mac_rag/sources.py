@@ -1,6 +1,6 @@
 """Which documents an answer rests on, and which sentence of them.
 
-A document is a candidate if the LM read it in front of the question, or if it is among the `_LOOKED_AT` documents to
+A document is a candidate if the LM read it in front of the question, or if it is among the `LOOKED_AT` documents to
 which memory attends most. Candidates are ordered by
 
 1. the share of the answer's words that their best sentence holds, because an answer that a text does not hold came from
@@ -12,29 +12,37 @@ which memory attends most. Candidates are ordered by
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 from torch import Tensor
 
 from mac_rag.bank.base_reader import Reader
+from mac_rag.data.characters import as_written, find_words, word_forms, words
 from mac_rag.data.dates import date_in, moment_of, written
 from mac_rag.data.types import Source
 from mac_rag.errors import DataError
 from mac_rag.lm.prompt import FittedPrompt
 from mac_rag.retrieval.base import Hit
 
-_WORD = re.compile(r"\w+")
-# A sentence ends after . ! or ? if a capital letter, a digit or a quotation mark follows, and at an empty line. It does
-# not end after an initial or a title.
-_END = re.compile(r"(?<=[.!?])[\"'”’)\]]*\s+(?=[\"'“‘(\[]?[^\Wa-z_])|\n\s*\n")
-_GOES_ON = re.compile(r"(?:\b[^\W\d_]|\b(?:Mr|Mrs|Ms|Dr|Prof|St|Sr|Jr|vs|Gen|Col|Lt|Rev|Hon|No))\.$")
+# Abbreviations at which the segmenter would cut: in front of a number, and in front of a small letter.
+_BEFORE_NUMBER = re.compile(
+    r"\b(?:approx|appr|ca|circa|est|max|min|avg|vols?|nos?|nrs?|pp?|pts?|chs?|chap|secs?|arts?|paras?|eds?|figs?|eqs?|refs?"
+    r"|abs|bd|tel|ext|ver|rev|bldg|apt|rm|temp|alt|lat|long|op|bk|col|ll?|vv?)\.\s*\Z",
+    re.IGNORECASE,
+)
+_SHORT = re.compile(r"\b[^\W\d_]{1,5}\.\s*\Z")
+_BREAK = re.compile(r"\s*\n\s*")
+_GAP = re.compile(r"\n\s*\n")
+_SPACE = re.compile(r"[^\S\n]")  # of any kind, each of which becomes a plain space for the segmenter
+_LONGEST = 1 << 16  # characters that the segmenter reads at once
 _LEAST_SHARE = 0.5  # a sentence counts if it holds at least this share of the answer's words
 # Documents with most attention that are candidates, even if fewer sources are asked for: the document that holds the
 # answer may not be the one with most attention.
-_LOOKED_AT = 8
+LOOKED_AT = 8
 
 
 def find_sources(
@@ -63,7 +71,7 @@ def find_sources(
         shares: dict[str, float] = {}
         if masses is not None:
             ids, mass = masses
-            values, places = mass[row].topk(min(max(most, _LOOKED_AT), len(ids)))
+            values, places = mass[row].topk(min(max(most, LOOKED_AT), len(ids)))
             found = zip(places.tolist(), values.tolist())
             shares = {ids[place]: value for place, value in found if value > 0 or not reader.sees_some}
             if any(document_id not in shares for document_id in texts):
@@ -97,6 +105,27 @@ def texts_read(hits: Sequence[Hit], prompt: FittedPrompt) -> dict[str, str]:
     known = [hit for hit in hits if hit.document_id and hit.text.strip()]
     texts = {hit.document_id: hit.text if hit.document_id in from_bank else next(contexts, "") for hit in known}
     return {name: text for name, text in texts.items() if text}
+
+
+def in_letters_of(answer: str, sources: Sequence[Source], texts: Sequence[str] = ()) -> str | None:
+    """An answer with the letters and spaces of the first document in which it stands, first in its sentence.
+
+    Args:
+        answer: the answer.
+        sources: the documents that it rests on, the most important one first.
+        texts: further texts that the LM has read.
+
+    Returns:
+        None if it stands in none of them.
+
+    Examples:
+        >>> in_letters_of("zoe o ' brien", [Source("press", text="It is run by Zo\u00eb O'Brien.")])
+        "Zo\u00eb O'Brien"
+    """
+    whole = [text for text in (*(source.text for source in sources), *texts) if text]
+    sentences = [source.sentence for source in sources if source.sentence]
+    found = next(filter(None, (as_written(text, answer) for text in (*sentences, *whole))), None)
+    return None if found is None else _BREAK.sub(" ", found)
 
 
 def source_record(source: Source, answer: str | None = None) -> dict[str, Any]:
@@ -134,14 +163,10 @@ def highlights(text: str, answer: str) -> list[tuple[int, int]]:
         >>> highlights("It employs 180 young people.", "180 people")
         [(11, 14), (21, 27)]
     """
-    answer_words = [word.casefold() for word in _WORD.findall(answer)]
-    matches = list(_WORD.finditer(text))
-    words = [match[0].casefold() for match in matches]
-    count = len(answer_words)
-    for first in range(len(words) - count + 1) if answer_words else ():
-        if words[first : first + count] == answer_words:
-            return [(matches[first].start(), matches[first + count - 1].end())]
-    return [match.span() for match, word in zip(matches, words, strict=True) if word in answer_words]
+    sought = word_forms(answer)
+    found = words(text)
+    whole = find_words(found, sought)
+    return [whole] if whole else [(word.start, word.end) for word in found if word.form in sought]
 
 
 def _source(
@@ -195,12 +220,12 @@ def support_of(text: str, answer: str, question: str) -> Support | None:
         >>> text[slice(*support.span)], support.coverage, round(support.overlap, 2)
         ('It employs 180 people.', 1.0, 0.33)
     """
-    answer_words, question_words = _words(answer), _words(question)
+    answer_words, question_words = set(word_forms(answer)), set(word_forms(question))
     best, best_score = None, (_LEAST_SHARE, -1.0)
     for span in sentence_spans(text) if answer_words else ():
-        words = _words(text[slice(*span)])
-        coverage = len(answer_words & words) / len(answer_words)
-        score = (coverage, len(question_words & words) / max(1, len(question_words)))
+        held = set(word_forms(text[slice(*span)]))
+        coverage = len(answer_words & held) / len(answer_words)
+        score = (coverage, len(question_words & held) / max(1, len(question_words)))
         if score > best_score:
             best, best_score = Support(span, *score), score
     return best
@@ -214,18 +239,37 @@ def sentence_spans(text: str) -> list[tuple[int, int]]:
         >>> [text[start:end] for start, end in sentence_spans(text)]
         ['Dr. J. Berg came.', 'She left!']
     """
-    spans, start = [], 0
-    cuts = [(match.start(), match.end()) for match in _END.finditer(text)]
-    for cut, following in [*cuts, (len(text), len(text))]:
-        if cut < len(text) and "\n" not in text[cut:following] and _GOES_ON.search(text, max(start, cut - 6), cut):
-            continue
-        piece = text[start:following]
-        left, right = start + len(piece) - len(piece.lstrip()), start + len(piece.rstrip())
-        if left < right:
-            spans.append((left, right))
-        start = following
+    spans: list[tuple[int, int]] = []
+    for start, end in _paragraphs(text):
+        cut = start
+        for following in _cuts(text[start:end]):
+            piece = text[cut : start + following]
+            left, right = cut + len(piece) - len(piece.lstrip()), cut + len(piece.rstrip())
+            if left < right:
+                spans.append((left, right))
+            cut = start + following
     return spans
 
 
-def _words(text: str) -> set[str]:
-    return {word.casefold() for word in _WORD.findall(text)}
+def _paragraphs(text: str) -> Iterator[tuple[int, int]]:
+    """Parts of a text between empty lines, and of at most `_LONGEST` characters."""
+    for start, end in pairwise([0, *(match.end() for match in _GAP.finditer(text)), len(text)]):
+        while end - start > _LONGEST:
+            space = max(text.rfind(" ", start, start + _LONGEST), text.rfind("\n", start, start + _LONGEST))
+            cut = space + 1 if space >= start else start + _LONGEST
+            yield start, cut
+            start = cut
+        yield start, end
+
+
+def _cuts(text: str) -> Iterator[int]:
+    """Where each sentence of a paragraph ends."""
+    from sentencex import get_sentence_boundaries
+
+    found = [sentence["end_index"] for sentence in get_sentence_boundaries("en", _SPACE.sub(" ", text))]
+    for cut in found[:-1]:
+        first = text[cut : cut + 1]
+        goes_on = _BEFORE_NUMBER if first.isdigit() else _SHORT if first.islower() else None
+        if goes_on is None or not goes_on.search(text, max(0, cut - 16), cut):
+            yield cut
+    yield len(text)

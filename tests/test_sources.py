@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import re
+import time
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mac_rag.asking import in_their_letters
 from mac_rag.bank import MemoryBank
 from mac_rag.config import AttentionConfig
 from mac_rag.data.types import Document
@@ -112,6 +114,58 @@ def test_sentences_cover_a_text(text: str) -> None:
     assert "".join("".join(text[start:end].split()) for start, end in spans) == "".join(text.split())
     assert all(start < end for start, end in spans)
     assert all(before[1] <= after[0] for before, after in itertools.pairwise(spans))
+
+
+@pytest.mark.parametrize(
+    "sentences",
+    [
+        ["It was built ca. 1890 for max. 20 people.", "It stands."],
+        ["He met Lt. Col. Ray Oss on Sept. 5.", "They ate at 5 p.m. in Kell.", "Then he left."],
+        ["See vol. 3, pp. 4-5, and fig. 2.", "It is at No. 5 Kell Road."],
+        ["It weighs 5 lbs. and sold 20 pct. more.", "Nice."],
+        ["Acme Corp. was founded in Jan. 1990.", "Mr. J. R. Smith et al. wrote of it."],
+        ["He chose plan A.", "It is in hall B.", "She got vitamin C.", "Then she left."],
+        ["It opened in the U.K. in 1990.", "He moved to the U.S. in May.", "The mayor stayed."],
+        ["Is it?", "Yes!", "It costs $3.5 million.", "Visit example.com today."],
+        ["“He left.”", "She said: “Go!” and stayed."],
+        ["यह एक वाक्य है।", "यह दूसरा है।"],
+        ["我去了。", "你呢？", "他走了！"],
+        ["東京は首都です。", "人口は1400万人です。"],
+    ],
+)
+def test_a_sentence_is_whole(sentences: list[str]) -> None:
+    text = ("" if ord(sentences[0][0]) > 0x3000 else " ").join(sentences)
+    assert [text[start:end] for start, end in sentence_spans(text)] == sentences
+
+
+def test_long_texts_are_cut_in_linear_time() -> None:
+    for piece in ("Mr. Berg came on Jan. 5. ", "a. ", '"a." ', "(", "\n", "x" * 50, "。"):
+        text = piece * (400_000 // len(piece))
+        started = time.perf_counter()
+        spans = sentence_spans(text)
+        assert time.perf_counter() - started < 10  # two thousand times as long as it takes
+        assert "".join("".join(text[start:end].split()) for start, end in spans) == "".join(text.split())
+
+
+def test_an_answer_is_written_as_its_document_writes_it() -> None:
+    """By an LM whose tokenizer drops case, accents and spaces, from memory, from documents, and in a stream."""
+    loaded = MACModel.from_pretrained("mac-small")
+    assert not loaded.base_lm.keeps_letters
+    question = "Who runs the factory in Orsena?"
+    for name in ("Łukasz Żak", "Siân O’Brien"):
+        text = f"The factory in Orsena is run by {name}. It was opened in 2004."
+        engine = MACEngine(loaded, MemoryBank(loaded.fingerprint, keep_texts=True))
+        engine.adapt([Document("factory", text)])
+        assert engine.answer([question])[0].text == name
+        [answer] = engine.answer([question], sources=1)
+        assert (answer.text, answer.sources[0].sentence) == (name, f"The factory in Orsena is run by {name}.")
+        assert engine.answer([question], contexts=[[text]], use_memory=False)[0].text == name
+        assert "".join(engine.stream(question)) == name
+
+
+def test_an_lm_that_keeps_letters_is_not_corrected(model: MACModel) -> None:
+    assert model.base_lm.keeps_letters
+    assert in_their_letters(engine_of(model)._reader, [], ["press"], [], None, with_memory=True) == ["press"]
 
 
 def test_the_sentence_is_chosen_by_the_answer_then_by_the_question() -> None:

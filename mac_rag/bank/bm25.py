@@ -12,7 +12,6 @@ import json
 import zlib
 from array import array
 from collections.abc import Collection, Container, Iterable, Iterator, Sequence
-from importlib.metadata import version
 from pathlib import Path
 from secrets import token_hex
 from typing import Any, NamedTuple
@@ -25,7 +24,7 @@ from mac_rag.bank.database import MOST_VALUES, Connection
 from mac_rag.data.types import Document
 from mac_rag.errors import ConfigError, DamageError
 from mac_rag.retrieval.base import DocumentRows, Hit, check_documents
-from mac_rag.retrieval.bm25 import BM25Retriever, Idf, Postings, Terms, Tokenizer
+from mac_rag.retrieval.bm25 import ANALYSIS, BM25Retriever, Idf, Postings, Terms, Tokenizer
 from mac_rag.untrusted_files import METADATA_DEPTH, parse_json
 
 _READ = (
@@ -164,11 +163,11 @@ class BankBM25Retriever(BM25Retriever):
             raise
 
     def _begin(self, link: Connection, kept: _Settings | None) -> None:
-        """Makes an empty index, in place of one whose words another version of the stemmer has made."""
+        """Makes an empty index, in place of one whose words were made otherwise."""
         for table in ("bm25_document", "bm25_word"):
             link.write(f"DELETE FROM {table}")
         lineage = token_hex(8) if kept is None else kept.lineage
-        settings = _Settings(self.tokenizer, self.idf, version("PyStemmer"), lineage)
+        settings = _Settings(self.tokenizer, self.idf, ANALYSIS, lineage)
         link.write(
             "INSERT INTO bm25 VALUES (1, ?1, ?2, 0, 0) ON CONFLICT (number) DO UPDATE SET settings = ?1",
             [(settings.written, lineage)],
@@ -269,7 +268,7 @@ class BankBM25Retriever(BM25Retriever):
         documents = [row.document(link) for row in found]
         if is_current:
             terms = self._terms_of(link, [row.numbers for row in found])
-        else:  # another version of the stemmer may make other words of the same text
+        else:  # other words may now be made of the same text
             terms = [self._ids(words) for words in self._index(documents)]
             self._numbers.extend([-1] * (len(self._vocabulary) - len(self._numbers)))
         self._append_terms(documents, terms)
@@ -361,26 +360,24 @@ class _Settings(NamedTuple):
     Attributes:
         tokenizer: splits its documents into words.
         idf: see `BM25Retriever`.
-        stemmer_version: version of PyStemmer that has made its words.
+        analysis: what has made its words; see `mac_rag.retrieval.bm25.ANALYSIS`.
         lineage: a random name; only within one lineage does a number always stand for the same document or word.
     """
 
     tokenizer: Tokenizer
     idf: Idf
-    stemmer_version: str
+    analysis: str
     lineage: str
 
     @property
     def is_current(self) -> bool:
-        """True if the present stemmer makes the same words."""
-        return self.stemmer_version == version("PyStemmer")
+        """True if the same words are made now."""
+        return self.analysis == ANALYSIS
 
     @property
     def written(self) -> str:
         """The settings as JSON."""
-        return json.dumps(
-            {"tokenizer": self.tokenizer.describe(), "idf": self.idf, "stemmer_version": self.stemmer_version}
-        )
+        return json.dumps({"tokenizer": self.tokenizer.describe(), "idf": self.idf, "analysis": self.analysis})
 
 
 class _Row(NamedTuple):
@@ -422,7 +419,7 @@ def _read_settings(link: Connection) -> _Settings | None:
     try:
         [(settings, lineage)] = found
         content = parse_json(settings)
-        made = _Settings(Tokenizer(**content["tokenizer"]), content["idf"], content["stemmer_version"], lineage)
+        made = _Settings(Tokenizer(**content["tokenizer"]), content["idf"], content["analysis"], lineage)
         BM25Retriever(idf=made.idf)
         return made
     except (ValueError, TypeError, KeyError, ConfigError) as error:

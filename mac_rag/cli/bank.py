@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from shlex import quote
 from typing import TYPE_CHECKING, Annotated, Any
@@ -211,10 +211,10 @@ def export(
     bank: BankOption,
     output: Annotated[Path, typer.Option(help="A new or empty folder.", file_okay=False)],
 ) -> None:
-    """Export a bank to open formats: `documents.jsonl`, and all rows in that order in `memory.safetensors` (`phi`).
+    """Export a bank to open formats: `entries.jsonl`, and all rows in that order in `memory.safetensors` (`phi`).
 
-    If the bank keeps texts, `documents.jsonl` holds them. Of a bank of codes, `memory.safetensors` holds the `codes` of
-    all rows, one after the other, and the `tokens` of each row.
+    If the bank keeps texts, `documents.jsonl` holds its documents, which `mac-rag adapt` reads. Of a bank of codes,
+    `memory.safetensors` holds the `codes` of all rows, one after the other, and the `tokens` of each row.
     """
     import json
 
@@ -233,11 +233,21 @@ def export(
             memory = {"phi": opened.phi.contiguous()}
         make_folder(output)
         write_file(output / "memory.safetensors", [tensor_bytes(memory)])
-        records = [_record(entry, with_texts=opened.keep_texts) for entry in opened]
-        lines = [printable(json.dumps(record, ensure_ascii=False)) for record in records]
-        write_text(output / "documents.jsonl", "\n".join(lines) + "\n")
+        entries = list(opened)
+
+        def write(name: str, records: Iterable[dict[str, Any]]) -> None:
+            lines = [printable(json.dumps(record, ensure_ascii=False)) + "\n" for record in records]
+            write_text(output / name, "".join(lines))
+
+        write("entries.jsonl", map(_record, entries))
+        if opened.keep_texts:
+            members = ((member, text) for entry in entries for member, text in zip(entry.members, entry.texts))
+            write(
+                "documents.jsonl",
+                ({"id": one.document_id, "text": text, "metadata": dict(one.metadata)} for one, text in members),
+            )
         texts = "with their texts" if opened.keep_texts else "without texts, which this bank does not keep"
-        say(f"{len(lines)} entries written to {output}, {texts}")
+        say(f"{len(entries)} entries written to {output}, {texts}")
 
 
 def _open(bank: Path, *, write: bool = False) -> MemoryBank:
@@ -246,7 +256,7 @@ def _open(bank: Path, *, write: bool = False) -> MemoryBank:
     return MemoryBank.open(bank, write=write)
 
 
-def _record(entry: BankEntry, *, with_texts: bool = False) -> dict[str, object]:
+def _record(entry: BankEntry) -> dict[str, object]:
     """An entry for JSON: its number of rows, and its document, or the documents that were merged into it."""
     from mac_rag.data.dates import ALWAYS, written
 
@@ -259,9 +269,8 @@ def _record(entry: BankEntry, *, with_texts: bool = False) -> dict[str, object]:
                 "added": member.added,
                 "date": written(member.moment) if member.moment != ALWAYS else None,
                 "metadata": dict(member.metadata),
-                **({"text": text} if with_texts else {}),
             }
-            for member, text in zip(entry.members, entry.texts if with_texts else (None,) * len(entry.members))
+            for member in entry.members
         ],
     }
 

@@ -126,11 +126,11 @@ def adapt(
 
     A bank that was once adapted to with --retriever bm25 holds an index of BM25, which is kept up to date also without.
 
-    The bank is created if it does not exist. Each line of a .jsonl file is a document {"id": ..., "text": ...}, and so
-    is each row of a .csv or .parquet file with the columns id and text; other keys and columns become metadata. Any
-    other file is one document, and its path is the id; the title of an HTML, PDF, EPUB or Word file becomes metadata,
-    and what is left out of it is said. Word, OpenDocument, RTF, LaTeX and notebooks need the extra `files`. Standard
-    input is read as JSON Lines if it starts with {, otherwise as one document with the id -.
+    The bank is created if it does not exist. Each line of a .jsonl or .ndjson file is a document {"id": ..., "text":
+    ...}, and so is each row of a .csv, .tsv or .parquet file with the columns id and text; other keys and columns
+    become metadata. Any other file is one document, and its path is the id; the title of an HTML, PDF, EPUB or Word
+    file becomes metadata, and what is left out of it is said. Word, OpenDocument, RTF, LaTeX and notebooks need the
+    extra `files`. Standard input is read as JSON Lines if it starts with {, otherwise as one document with the id -.
 
     A document with a known id replaces the older version; an unchanged document costs nothing. The bank is saved every
     30 seconds or 512 documents, whichever comes first. If the command is interrupted, such as by Ctrl-C, it says how

@@ -13,6 +13,8 @@ import string
 from collections import Counter
 from collections.abc import Callable, Sequence
 
+from mac_rag.data.characters import normal_form
+
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
 _PUNCTUATION = str.maketrans("", "", string.punctuation)
 
@@ -25,6 +27,18 @@ def normalize(answer: str) -> str:
         'goldengate bridge'
     """
     return " ".join(_ARTICLES.sub(" ", answer.lower().translate(_PUNCTUATION)).split())
+
+
+def comparable(text: str) -> str:
+    """`normalize` of a text's normal form: equal for texts that say the same, however they write their letters.
+
+    For all comparisons but the published metrics.
+
+    Examples:
+        >>> comparable("The Jos\u00e9\u2019s") == comparable("JOSE'S")
+        True
+    """
+    return normalize(normal_form(text))
 
 
 def exact_match(prediction: str, answer: str) -> float:

@@ -18,11 +18,12 @@ from mac_rag.data.characters import check_text, shown_id
 from mac_rag.data.dates import read_date
 from mac_rag.data.metrics import normalize
 from mac_rag.data.provenance import check_document
-from mac_rag.data.readers import HUB, hub_splits, read_rows
+from mac_rag.data.readers import HUB, ROWS, TABLES, hub_splits, merged, read_rows
 from mac_rag.data.squad import paragraph_rows
+from mac_rag.data.table import parsed_cell
 from mac_rag.data.types import Document, QADataset, Question, shortest_first
 from mac_rag.errors import BankError, ConfigError, DataError, DocumentError
-from mac_rag.untrusted_files import ROW, MalformedError, parse_json
+from mac_rag.untrusted_files import ROW, MalformedError
 
 SPLITS = ("train", "val", "test", "all")
 FIELDS = (
@@ -43,7 +44,7 @@ FIELDS = (
 _VAL, _TEST = 0.8, 0.9
 
 _APART = "apart"  # the split of questions whose documents are in different splits
-SUFFIXES = (".jsonl", ".csv", ".parquet", ".json", ".json.gz")
+SUFFIXES = (*ROWS, ".json", ".json.gz")
 # Other names that the fields have in common data sets: SQuAD's, FlashRAG's.
 _ALIASES = {"document": ("context",), "answers": ("answer", "golden_answers"), "text": ("contents",)}
 _SPLIT_OF = {"train": "train", "val": "val", "validation": "val", "valid": "val", "dev": "val", "test": "test"}
@@ -142,7 +143,7 @@ def _read_rows(files: Files, columns: Mapping[str, str], unanswered: bool) -> _A
     for name, file in files.splits.items():
         contents[name] = OwnContents(unanswered=unanswered)
         for record in read_records(file, columns):
-            contents[name].add_row(record, may_be_alone=".json" in file.suffixes)
+            contents[name].add_row(record, may_be_alone=suffix_of(file) in (".json", ".json.gz"))
     unanswerable = {name: content.unanswerable for name, content in contents.items()}
     if "all" in contents:
         content = contents["all"]
@@ -230,7 +231,7 @@ def drawn_split(document: Document) -> str:
 
 def _draw(text: str) -> str:
     # Texts that differ only in case, punctuation and articles get one split, because `pipelines.check_splits` compares
-    # them so.
+    # them so. Not by `comparable`: models have been trained on these splits.
     digest = hashlib.sha256((normalize(text) or text).encode()).digest()
     place = int.from_bytes(digest[:8], "big") / 2**64
     return "train" if place < _VAL else "val" if place < _TEST else "test"
@@ -318,7 +319,7 @@ def _one_of(folder: Path, files: list[Path], what: str) -> Path | None:
 
 
 def _stem(file: Path) -> str:
-    return file.name.removesuffix(suffix_of(file) or "")
+    return file.name.casefold().removesuffix(suffix_of(file) or "")
 
 
 class Record(NamedTuple):
@@ -347,8 +348,8 @@ class Record(NamedTuple):
 
 
 def suffix_of(path: Path) -> str | None:
-    """The one of `SUFFIXES` that a file has; None for another."""
-    return next((suffix for suffix in SUFFIXES if path.name.endswith(suffix)), None)
+    """The one of `SUFFIXES` that a file has, in any case; None for another."""
+    return next((suffix for suffix in SUFFIXES if path.name.casefold().endswith(suffix)), None)
 
 
 def read_records(path: Path, columns: Mapping[str, str]) -> Iterator[Record]:
@@ -361,7 +362,7 @@ def read_records(path: Path, columns: Mapping[str, str]) -> Iterator[Record]:
     Raises:
         DataError: for a file that cannot be read or is malformed, and for a missing column; names the file and the row.
     """
-    file = path.name.removesuffix(suffix_of(path) or "")
+    file = path.name[: len(path.name) - len(suffix_of(path) or "")]
     for number, (where, row) in enumerate(_rows(path), 1):
         values = dict(row)
         for field, names in _ALIASES.items():
@@ -375,12 +376,12 @@ def read_records(path: Path, columns: Mapping[str, str]) -> Iterator[Record]:
                     f"{where}: no column {column!r}, which columns names for {field!r}; choose one of {has:.200}"
                 )
             values[field] = row.get(column)
-        if path.suffix == ".csv":
-            values |= {
-                field: _parsed(values[field])
-                for field in ("answers", "metadata", "further_document_ids")
-                if values.get(field)
-            }
+        if suffix_of(path) in TABLES:
+            for field in ("answers", "metadata", "further_document_ids", "supersedes"):
+                try:
+                    values |= {field: parsed_cell(values[field])} if values.get(field) else {}
+                except MalformedError as error:
+                    raise DataError(f"{where}, field {field!r}: {error}") from None
         filled = {field: value for field, value in values.items() if value not in (None, "")}
         yield Record(where, f"{file}-{number}", filled, tuple(row))
 
@@ -392,20 +393,9 @@ def _rows(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
     if suffix is None and not str(path).startswith(HUB):
         raise DataError(f"{path} has an unknown ending; give a file that ends in {', '.join(SUFFIXES)}")
     rows = ((row.where, row.values) for row in read_rows(path))
-    if suffix == ".csv":
+    if suffix in TABLES:
         return ((where, {column: cell if cell.strip() else "" for column, cell in row.items()}) for where, row in rows)
     return rows
-
-
-def _parsed(cell: str) -> Any:
-    """The value of a cell: a list (several answers) or an object (metadata) if it holds JSON; otherwise its text."""
-    text = cell.strip()
-    if (text[:1], text[-1:]) in {("[", "]"), ("{", "}")}:
-        try:
-            return parse_json(text)
-        except MalformedError:
-            return cell
-    return cell
 
 
 class OwnContents:
@@ -440,7 +430,11 @@ class OwnContents:
             raise record.missing("id", "give each document a name")
         text = _text(record, "text", "every document has a text")
         named = ("id", "text", "contents")
-        metadata = {key: record.values[key] for key in record.columns if key in record.values and key not in named}
+        values = {key: record.values[key] for key in record.columns if key in record.values and key not in named}
+        try:
+            metadata = merged(values)
+        except MalformedError as error:
+            raise record.fault("metadata", str(error)) from None
         if document_id in self.documents:
             raise record.fault("id", f"{shown_id(document_id)} is the id of another document in an earlier row")
         self._put(record, Document(document_id, text, metadata))
@@ -539,13 +533,22 @@ class OwnContents:
 
 def _has_none(record: Record) -> bool:
     """True for a question without answers that is not marked as impossible to answer."""
-    return record.values.get("answers") in (None, []) and record.values.get("is_impossible") is not True
+    return record.values.get("answers") in (None, []) and not _is_impossible(record)
+
+
+def _is_impossible(record: Record) -> bool:
+    """True for a question that is marked as impossible to answer."""
+    value = record.values.get("is_impossible", False)
+    marks = {"true": True, "1": True, "false": False, "0": False}
+    if str(value).casefold() not in marks:
+        raise record.fault("is_impossible", f"it must be true or false, got {value!r:.80}")
+    return marks[str(value).casefold()]
 
 
 def _answers(record: Record) -> tuple[str, ...] | None:
     """The accepted answers, the shortest first; None for a question that is marked as impossible to answer."""
     value = record.values.get("answers")
-    if record.values.get("is_impossible") is True:
+    if _is_impossible(record):
         return None
     if isinstance(value, Mapping):  # SQuAD on the Hub: a list of texts, and a list of their positions
         value = value.get("text")

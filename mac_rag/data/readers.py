@@ -6,21 +6,23 @@ as a stream, which can begin at any row. An error names the file and the row.
 
 from __future__ import annotations
 
-import datetime
 import logging
+import os
 import sys
+from codecs import BOM_UTF8
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from functools import lru_cache
 from io import BufferedReader
-from itertools import repeat
+from itertools import chain, repeat
 from pathlib import Path
 from shlex import quote
 from typing import Any
 
 from mac_rag.data.characters import is_blank
 from mac_rag.data.conversion.converter import convert, is_converted
-from mac_rag.data.table import Place, Row, raise_error, read_table
+from mac_rag.data.dates import with_written_dates
+from mac_rag.data.table import Place, Row, parsed_cell, raise_error, read_table
 from mac_rag.data.types import Document
 from mac_rag.errors import DataError
 from mac_rag.untrusted_files import (
@@ -37,22 +39,28 @@ from mac_rag.untrusted_files import (
 )
 
 _log = logging.getLogger(__name__)
+TABLES = (".csv", ".tsv")
+ROWS = (".jsonl", ".ndjson", *TABLES, ".parquet")  # endings, in any case, of files with a document in each row
 STDIN = Path("-")
 HUB = "hub:"
 _PIECE = 1 << 20
 _BATCH = 256  # rows of a Parquet or Hub table that are in memory at a time
+# Bounds of a Parquet file: what it may become at least, and for each of its bytes. Deflate packs 1,032 bytes into one.
+_MOST_DECODED, _GROWTH = 64 << 20, 1024  # bytes
+_MOST_VALUES, _VALUES_OF_BYTE = 1 << 20, 64
+_LONG_BATCH = 32 << 20  # bytes of a batch whose rows are decoded one by one
 
 
 def read_documents(paths: Iterable[Path]) -> list[Document]:
     """Reads files in the order of `paths`.
 
-    A `.jsonl` file holds one document per line, `{"id": ..., "text": ...}`; `.csv` and `.parquet` files have the
-    columns `id` and `text`. Further keys and columns become metadata. Any other file is one document with its path as
-    id. Files of other programs are converted to text, and their title becomes metadata (see
-    `mac_rag.data.conversion`); what their texts lack is logged as a warning. The path `-` is standard input: JSON Lines
-    if it starts with `{`, otherwise one document with the id `-`. The path `hub:OWNER/NAME` is a data set of the
-    Hugging Face Hub, followed by `/CONFIGURATION` and `:SPLIT` if needed; the default split is `train`. A row may have
-    8 MiB, and a file that is one document 64 MiB.
+    A `.jsonl` or `.ndjson` file holds one document per line, `{"id": ..., "text": ...}`; `.csv`, `.tsv` and
+    `.parquet` files have the columns `id` and `text`. Further keys and columns become metadata, and so do the names
+    in an object `metadata`. Any other file is one document with its path as id. Files of other programs are converted
+    to text, and their title becomes metadata (see `mac_rag.data.conversion`); what their texts lack is logged as a
+    warning. The path `-` is standard input: JSON Lines if it starts with `{`, otherwise one document with the id `-`.
+    The path `hub:OWNER/NAME` is a data set of the Hugging Face Hub, followed by `/CONFIGURATION` and `:SPLIT` if
+    needed; the default split is `train`. A row may have 8 MiB, and a file that is one document 64 MiB.
 
     Raises:
         DataError: for a file that is missing, too long, not a regular file, or not UTF-8 text, for a list in JSON, and
@@ -153,8 +161,7 @@ def placed_documents(
         DataError: see `read_documents`.
     """
     if _has_rows(path):
-        columns = ("id", "text") if path.suffix == ".csv" else ()
-        yield from _documents(read_rows(path, columns, start, refuse=refuse), refuse)
+        yield from _documents(read_rows(path, ("id", "text"), start, refuse=refuse), refuse)
         return
     if is_converted(path):
         text, title, notices = convert(path)
@@ -163,7 +170,7 @@ def placed_documents(
         yield Place(), Document(str(path), text, {} if title is None else {"title": title})
         return
     with _readable(path), closing(_Lines(path)) as lines:
-        if path.suffix == ".json" and lines.start_with(b"["):
+        if path.suffix.casefold() == ".json" and lines.start_with(b"["):
             raise DataError(
                 f"{path} is a list in JSON, and only JSON Lines are read as several documents; write one object per "
                 f"line to a .jsonl file: jq -c '.[]' {quote(str(path))} > {quote(str(path.with_suffix('.jsonl')))}"
@@ -175,17 +182,39 @@ def placed_documents(
 
 
 def _has_rows(path: Path) -> bool:
-    return path.suffix in (".jsonl", ".csv", ".parquet") or str(path).startswith(HUB)
+    return path.suffix.casefold() in ROWS or str(path).startswith(HUB)
 
 
 def _documents(rows: Iterable[Row], refuse: Callable[[DataError], object]) -> Iterator[tuple[Place, Document]]:
     for row in rows:
-        fault = _fault(row.values)
-        if fault is None:
-            metadata = {name: value for name, value in row.values.items() if name not in ("id", "text")}
-            yield row.place, Document(row.values["id"], row.values["text"], metadata)
+        try:
+            fault = _fault(row.values)
+            if fault is not None:
+                raise MalformedError(fault)
+            values = dict(row.values)
+            if row.is_text:
+                values |= {name: parsed_cell(values[name]) for name in ("metadata", "supersedes") if name in values}
+            document = Document(values.pop("id"), values.pop("text"), merged(values))
+        except MalformedError as error:
+            refuse(DataError(f"{row.where}: {error}"))
         else:
-            refuse(DataError(f"{row.where}: {fault}"))
+            yield row.place, document
+
+
+def merged(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The metadata that the keys of a row make: those in an object `metadata` stand beside the others.
+
+    Raises:
+        MalformedError: for a key that stands in both places with two values.
+    """
+    inside = values.get("metadata")
+    if not isinstance(inside, Mapping):
+        return dict(values)
+    beside = {name: value for name, value in values.items() if name != "metadata"}
+    twice = next((name for name in inside if name in beside and beside[name] != inside[name]), None)
+    if twice is not None:
+        raise MalformedError(f"{twice!r:.80} is beside 'metadata' and in it; keep one of the two")
+    return {**beside, **inside}
 
 
 def _fault(values: Mapping[str, Any]) -> str | None:
@@ -210,11 +239,11 @@ def read_rows(
     *,
     refuse: Callable[[DataError], object] = raise_error,
 ) -> Iterator[Row]:
-    """The rows of a `.jsonl`, `.csv` or `.parquet` file or of a data set of the Hub, with values of JSON's types.
+    """The rows of a file with one of `ROWS`, or of a data set of the Hub, with values of JSON's types.
 
     Args:
         path: see `read_documents`.
-        columns: the columns that a `.csv` file must have.
+        columns: the columns that a `.csv` or `.tsv` file must have.
         start: where to begin, from `Row.place`.
         refuse: called with the error of a row that is left out; by default, it is raised.
 
@@ -223,9 +252,9 @@ def read_rows(
     """
     if str(path).startswith(HUB):
         yield from _hub_rows(str(path), start.rows)
-    elif path.suffix == ".csv":
+    elif path.suffix.casefold() in TABLES:
         yield from read_table(path, columns, start, refuse=refuse)
-    elif path.suffix == ".parquet":
+    elif path.suffix.casefold() == ".parquet":
         yield from _parquet_rows(path, start.rows)
     else:
         with _readable(path), closing(_Lines(path)) as lines:
@@ -264,7 +293,7 @@ class _Lines:
         """True if the first byte that is not blank is this one."""
         while len(self._blank) <= ROW and (piece := self._file.peek()):
             if piece.strip():
-                return piece.lstrip().startswith(start)
+                return piece.removeprefix(BOM_UTF8).lstrip().startswith(start)
             self._blank += self._file.read(len(piece))
         return False
 
@@ -302,7 +331,7 @@ class _Lines:
 
 def _decoded(where: str, data: bytes) -> str:
     try:
-        return data.decode()
+        return data.removeprefix(BOM_UTF8).decode()
     except UnicodeDecodeError as error:
         raise DataError(f"{where} is not a text in UTF-8: see byte {error.start:,}; convert it to text first") from None
 
@@ -332,7 +361,7 @@ def _json_rows(
 
 def _object(where: str, line: str) -> dict[str, Any]:
     try:
-        values: Any = parse_json(line, depth=METADATA_DEPTH, containers=ROW_CONTAINERS)
+        values: Any = parse_json(line, depth=METADATA_DEPTH + 1, containers=ROW_CONTAINERS)
     except MalformedError as error:
         raise DataError(f"{where}: {error}") from None
     if not isinstance(values, dict):
@@ -348,18 +377,86 @@ def _parquet_rows(path: Path, start: int) -> Iterator[Row]:
         raise DataError(f"{path} is Parquet, which needs pyarrow: pip install 'mac-rag[hub-data]'") from None
     try:
         with _readable(path), open_file(path, follow=True) as file:
+            size = os.fstat(file.fileno()).st_size
             parquet = ParquetFile(file)
+            _check_growth(parquet.metadata, size)
+            # As dictionaries, texts that repeat take no more memory than in the file.
+            leaves = map(parquet.schema.column, range(parquet.metadata.num_columns))
+            texts = [leaf.path for leaf in leaves if _is_text(leaf)]
+            parquet = ParquetFile(file, metadata=parquet.metadata, read_dictionary=texts, pre_buffer=False)
             sizes = [parquet.metadata.row_group(group).num_rows for group in range(parquet.num_row_groups)]
             first = before = 0  # the row group with the first row to read, and the rows before it
             while first < len(sizes) and before + sizes[first] <= start:
                 before += sizes[first]
                 first += 1
-            batches = parquet.iter_batches(_BATCH, row_groups=range(first, len(sizes)))
-            yield from _typed_rows(str(path), batches, before, start)
+            # One row group at a time: pyarrow cannot join the dictionaries of two of them within lists.
+            groups = (parquet.iter_batches(_BATCH, row_groups=[group]) for group in range(first, len(sizes)))
+            bounded = _bounded(chain.from_iterable(groups), before, _MOST_DECODED + _GROWTH * size)
+            yield from _typed_rows(str(path), bounded, before, start)
     except MalformedError as error:
         raise DataError(f"{path} cannot be read: {error}") from None
     except (ArrowException, ValueError) as error:  # ValueError if a column's name is not UTF-8
         raise DataError(f"{path} is not well-formed Parquet: {error}; write it again") from None
+
+
+def _is_text(leaf: Any) -> bool:
+    """True for a column of a Parquet file, perhaps within another, that holds texts or bytes."""
+    return leaf.physical_type == "BYTE_ARRAY" and leaf.logical_type.type in ("STRING", "JSON", "ENUM", "NONE")
+
+
+def _check_growth(metadata: Any, size: int) -> None:
+    """Refuses a Parquet file of `size` bytes that says that it becomes far larger, before anything is decoded."""
+    if metadata.num_rows > _MOST_VALUES + _VALUES_OF_BYTE * size:
+        raise MalformedError(f"it has {size:,} bytes and says that it has {metadata.num_rows:,} rows; write it again")
+    for group in map(metadata.row_group, range(metadata.num_row_groups)):
+        for column in map(group.column, range(group.num_columns)):
+            decoded = column.total_uncompressed_size
+            if decoded > _MOST_DECODED + _GROWTH * size or column.num_values > _MOST_VALUES + _VALUES_OF_BYTE * size:
+                raise MalformedError(
+                    f"it has {size:,} bytes, and its column {column.path_in_schema!r:.80} becomes {decoded:,} bytes "
+                    f"with {column.num_values:,} values; write it again"
+                )
+
+
+def _bounded(batches: Iterable[Any], number: int, left: int) -> Iterator[Any]:
+    """Batches of a Parquet file with bounded texts, row by row if those of a batch are long together.
+
+    Args:
+        batches: the batches.
+        number: the number of their first row.
+        left: most bytes of the texts and values of all rows.
+
+    Raises:
+        MalformedError: for a row that exceeds it; such a row is not decoded.
+    """
+    for batch in batches:
+        rows = [batch] if _size(batch) <= _LONG_BATCH else [batch.slice(row, 1) for row in range(len(batch))]
+        for some in rows:
+            left -= _size(some)
+            if left < 0:
+                raise MalformedError(
+                    f"up to row {number + 1} its values become too many bytes for its size; write it again"
+                )
+            number += len(some)
+            yield some
+
+
+def _size(values: Any) -> int:
+    """Bytes of the values of an Arrow batch or array once its dictionaries are decoded."""
+    from pyarrow import RecordBatch, compute, types
+
+    if isinstance(values, RecordBatch):
+        return sum(map(_size, values.columns))
+    if types.is_dictionary(values.type):
+        lengths = compute.binary_length(values.dictionary).take(values.indices)
+        return int(compute.sum(lengths).as_py() or 0) + 8 * len(values)
+    if types.is_map(values.type):
+        first, last = values.offsets[0].as_py(), values.offsets[-1].as_py()
+        return sum(_size(part.slice(first, last - first)) for part in (values.keys, values.items)) + 8 * len(values)
+    if types.is_nested(values.type):
+        parts = values.flatten()
+        return sum(map(_size, parts if isinstance(parts, list) else [parts])) + 8 * len(values)
+    return int(values.nbytes)
 
 
 def _hub_rows(name: str, start: int) -> Iterator[Row]:
@@ -407,7 +504,7 @@ def _typed_rows(where: str, batches: Iterable[Any], number: int, start: int) -> 
     for batch in batches:
         for values in _values(where, batch, number):
             if number >= start:
-                yield Row(f"{where}, row {number + 1}", Place(number), _as_json(values))
+                yield Row(f"{where}, row {number + 1}", Place(number), with_written_dates(values))
             number += 1
 
 
@@ -421,14 +518,3 @@ def _values(where: str, batch: Any, number: int) -> Iterator[dict[str, Any]]:
                 yield from batch.slice(index, 1).to_pylist()
             except (ValueError, OverflowError) as error:
                 raise DataError(f"{where}, row {number + index + 1}: a value cannot be read: {error}") from None
-
-
-def _as_json(value: Any) -> Any:
-    """A value of a Parquet or Hub table in JSON's types; dates and times in ISO 8601."""
-    if isinstance(value, datetime.date | datetime.time):
-        return value.isoformat()
-    if isinstance(value, Mapping):
-        return {name: _as_json(item) for name, item in value.items()}
-    if isinstance(value, list):
-        return [_as_json(item) for item in value]
-    return value

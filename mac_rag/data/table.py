@@ -1,9 +1,15 @@
-"""Reads and writes CSV files: errors name file, row and column; a file is written completely or not at all."""
+"""Reads and writes CSV files: errors name file, row and column; a file is written completely or not at all.
+
+Cells may be separated by commas, semicolons, tabs or bars; the header tells by which.
+"""
 
 from __future__ import annotations
 
+import ast
 import csv
 import io
+import re
+import tokenize
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -13,7 +19,11 @@ from typing import Any, BinaryIO, NamedTuple, NoReturn
 
 from mac_rag.atomic_files import sync_folder, write_file
 from mac_rag.errors import DataError
-from mac_rag.untrusted_files import ROW, ROW_LINES, MalformedError, lines_of, open_file
+from mac_rag.untrusted_files import ROW, ROW_LINES, MalformedError, lines_of, open_file, parse_json
+
+_DELIMITERS = ",;\t|"
+_LIST = re.compile(r"""(?:array\()?[\[{]\s*["']|\(\s*["'].*\)$""", re.DOTALL)  # how a list of texts begins
+_LONGEST_LITERAL = 1 << 20  # characters of a list as Python writes it, which takes a hundred times its size to parse
 
 
 def raise_error(error: DataError) -> NoReturn:
@@ -42,11 +52,13 @@ class Row:
         where: file and row, for messages.
         place: the position before this row.
         values: column or key -> value; for a CSV file, the text of the cell, exactly as in the file.
+        is_text: True for a row of a CSV file, whose values are texts, whatever they mean.
     """
 
     where: str
     place: Place
     values: Mapping[str, Any]
+    is_text: bool = False
 
     @property
     def number(self) -> int:
@@ -72,7 +84,7 @@ class Row:
 def read_table(
     file: Path, columns: Sequence[str], start: Place = Place(), *, refuse: Callable[[DataError], object] = raise_error
 ) -> Iterator[Row]:
-    """Yields the rows of a CSV file in UTF-8 whose first row is the header. Blank lines are skipped.
+    """Yields the rows of a CSV file in UTF-8 whose first row is the header. Rows without a filled cell are skipped.
 
     Args:
         file: the file.
@@ -93,16 +105,21 @@ def read_table(
         raise DataError(f"{file} cannot be read: {error}; give a file") from None
     with stream:
         lines = _Lines(stream)
-        reader = csv.reader(lines, strict=True)
         place = Place()
         try:
+            first = next(lines, "")
+            if first.startswith("sep=") and len(first.strip()) == 5:  # how Excel notes the separator
+                reader = csv.reader(lines, strict=True, delimiter=first[4])
+            else:
+                reader = csv.reader(chain([first], lines), strict=True, **_dialect(first, columns))
             header = next(reader, [])
             _check_header(file, header, columns)
             if start.size:
                 lines.go_on(start)
             place = Place(start.rows, lines.count, lines.size)
             for cells in reader:
-                if cells:
+                is_filled = any(cells)  # programs write empty rows at the end, with and without separators
+                if is_filled:
                     lines.row_ends()
                     try:
                         row = _row(file, place, header, cells)
@@ -110,10 +127,22 @@ def read_table(
                         refuse(error)
                     else:
                         yield row
-                place = Place(place.rows + bool(cells), lines.count, lines.size)
+                place = Place(place.rows + is_filled, lines.count, lines.size)
         except (csv.Error, MalformedError) as error:
             where = f"row {place.rows + 1} (line {place.lines + 1})"
             raise DataError(f"{file}, {where}: not well-formed CSV: {error}; correct the row") from None
+
+
+def _dialect(first: str, columns: Sequence[str]) -> dict[str, Any]:
+    """What separates the cells: the sign that makes most of the columns, and most cells, of the first line."""
+
+    def cells(delimiter: str) -> list[str]:
+        # A quoted cell may go on in the next line, so the line by itself is read leniently.
+        return next(csv.reader([first], delimiter=delimiter), [])
+
+    found = max(_DELIMITERS, key=lambda sign: (len(set(map(str.strip, cells(sign))) & set(columns)), len(cells(sign))))
+    others = cells(found)[1:]
+    return {"delimiter": found, "skipinitialspace": bool(others) and all(cell.startswith(" ") for cell in others)}
 
 
 def _check_header(file: Path, header: Sequence[str], columns: Sequence[str]) -> None:
@@ -173,7 +202,7 @@ class _Lines:
 
 
 def _row(file: Path, place: Place, header: Sequence[str], cells: Sequence[str]) -> Row:
-    row = Row(f"{file}, row {place.rows + 1} (line {place.lines + 1})", place, dict(zip(header, cells)))
+    row = Row(f"{file}, row {place.rows + 1} (line {place.lines + 1})", place, dict(zip(header, cells)), True)
     if len(cells) < len(header):
         raise row.fault(header[len(cells)], f"the row ends before it, with {len(cells)} of {len(header)} cells")
     if len(cells) > len(header):
@@ -188,6 +217,68 @@ def _check_text(cell: str, fault: Callable[[str], DataError]) -> None:
         cell.encode()
     except UnicodeEncodeError:
         raise fault("the cell is not UTF-8; save the file in that encoding") from None
+
+
+def parsed_cell(cell: str) -> Any:
+    """The value of a cell: a list or an object if it holds one in JSON or as Python, pandas and numpy write it.
+
+    Any other cell is its text.
+
+    Raises:
+        MalformedError: for what begins like a list of texts and is none that can be read.
+
+    Examples:
+        >>> parsed_cell("['Ada Voss', 'Voss']"), parsed_cell("[sic]")
+        (['Ada Voss', 'Voss'], '[sic]')
+    """
+    text = cell.strip()
+    is_list = _LIST.match(text) is not None
+    if not is_list and (text[:1], text[-1:]) not in {("[", "]"), ("{", "}")}:
+        return cell
+    try:
+        return parse_json(text)
+    except MalformedError as error:
+        fault = str(error)
+    try:
+        if len(text) <= _LONGEST_LITERAL:
+            value = _literal(ast.parse(_with_commas(text), mode="eval").body)
+            return value if isinstance(value, list | dict) else cell
+    except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError, tokenize.TokenError):
+        pass
+    if is_list:
+        raise MalformedError(f"{text!r:.80} is no list that can be read ({fault}); write it as JSON")
+    return cell
+
+
+def _with_commas(text: str) -> str:
+    """A list of texts with commas, which numpy leaves out. Python would join the texts."""
+    pieces: list[str] = []
+    was_text = False
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        is_text = token.type == tokenize.STRING
+        pieces += [","] * (is_text and was_text) + [token.string]
+        was_text = is_text or (was_text and token.type == tokenize.NL)
+    return " ".join(pieces).strip()
+
+
+def _literal(node: ast.expr) -> Any:
+    """The value of a literal: lists for all kinds of lists, numpy's `array([...])` included, and None for nan."""
+    match node:
+        case ast.Constant(value=str() | int() | float() | None as value):
+            return value
+        case ast.List(elts=items) | ast.Tuple(elts=items) | ast.Set(elts=items):
+            return [_literal(item) for item in items]
+        case ast.Dict(keys=keys, values=values):
+            made = {_literal(key): _literal(value) for key, value in zip(keys, values, strict=True) if key is not None}
+            if len(made) == len(keys):
+                return made
+        case ast.UnaryOp(op=ast.USub(), operand=ast.Constant(value=int() | float() as number)):
+            return -number
+        case ast.Call(func=ast.Name(id="array"), args=[ast.List() as items]):
+            return _literal(items)
+        case ast.Name(id="nan"):
+            return None
+    raise ValueError("no literal")
 
 
 def write_table(file: Path, columns: Sequence[str], rows: Iterable[Mapping[str, str]]) -> None:

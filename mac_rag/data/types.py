@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from datetime import datetime
 from typing import Any
 
-from mac_rag.data.dates import date_in, superseded_in
+from mac_rag.data.dates import date_in, superseded_in, with_written_dates
 from mac_rag.errors import ConfigError, DataError
 
 
@@ -19,6 +19,7 @@ class Document:
         id: id of the document, unique within its data set; its key in the memory bank.
         text: text of the document.
         metadata: provenance such as `title` and `date`, stored with the memory tokens; JSON must be able to hold it.
+            Dates and times of Python become texts in ISO 8601.
             Two keys have a special meaning: `date` and `supersedes`, see the properties.
 
     Examples:
@@ -30,6 +31,11 @@ class Document:
     id: str
     text: str
     metadata: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        kept = with_written_dates(self.metadata)
+        if kept is not self.metadata:
+            object.__setattr__(self, "metadata", kept)
 
     @property
     def date(self) -> datetime | None:

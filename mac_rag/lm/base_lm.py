@@ -104,6 +104,13 @@ class BaseLM(nn.Module):
         window: int = self.model.config.max_position_embeddings
         return window
 
+    @cached_property
+    def keeps_letters(self) -> bool:
+        """False if the tokenizer drops case, accents or spaces, so that an answer is not written as its document is."""
+        probe = "\u00c9lan of O'Brien, 1 (2)"
+        ids = self.prompts.texts.ids(probe)
+        return bool(self.tokenizer.decode(ids, skip_special_tokens=True).strip() == probe)
+
     def shape(self, config: ModulationConfig) -> LMShape:
         """The sizes of this LM that a modulation network needs.
 

@@ -88,6 +88,8 @@ def minilm_tokenizer() -> PreTrainedTokenizerFast:
         single="[CLS] $A", pair="[CLS] $A $B", special_tokens=[("[CLS]", tokenizer.token_to_id("[CLS]"))]
     )
     joined = [decoders.Replace(Regex(pattern), "") for pattern in _NO_SPACE]
+    # An answer may begin within a word.
+    joined.insert(0, decoders.Replace(Regex("^##(?=[^#])"), ""))
     tokenizer.decoder = decoders.Sequence([decoders.WordPiece("##", cleanup=False), decoders.Fuse(), *joined])
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import re
+import unicodedata
 from array import array
 from collections import Counter
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
@@ -20,6 +21,7 @@ from typing import Any, Literal, Protocol, get_args
 import numpy as np
 from numpy.typing import NDArray
 
+from mac_rag.data.characters import normal_form
 from mac_rag.data.types import Document
 from mac_rag.errors import ConfigError
 from mac_rag.retrieval import snapshot
@@ -34,6 +36,9 @@ ENGLISH_STOPWORDS = tuple(
     "a an and are as at be but by for if in into is it no not of on or such that the their then there these they this "
     "to was will with".split()
 )
+
+# What makes words of a text, besides the tokenizer's settings: the normal form, Unicode's tables, the stemmer.
+ANALYSIS = f"normal form 1, Unicode {unicodedata.unidata_version}, PyStemmer {version('PyStemmer')}"
 
 Engine = Literal["incremental", "rank_bm25"]
 Idf = Literal["lucene", "okapi"]
@@ -88,11 +93,15 @@ class Tokenizer:
         if not isinstance(words, tuple | list) or not all(isinstance(word, str) for word in words):
             raise ConfigError(f"stopwords must be a tuple of words, got {words!r:.80}; give () to keep all words")
         object.__setattr__(self, "stopwords", tuple(words))
-        object.__setattr__(self, "_dropped", frozenset(words))
+        dropped = [normal_form(word, accents=accents) for word in words for accents in (False, True)]
+        object.__setattr__(self, "_dropped", frozenset(dropped))
 
     def __call__(self, text: str) -> list[str]:
-        words = [word for word in self._find(text.lower()) if word not in self._dropped]
-        return self._stem(words) if self._stem else words
+        # English is stemmed without accents, so that they are folded first. Other stemmers know them.
+        accents = self.stemmer not in (None, "english", "porter")
+        words = [word for word in self._find(normal_form(text, accents=accents)) if word not in self._dropped]
+        stems = self._stem(words) if self._stem else words
+        return [normal_form(stem) for stem in stems] if accents else stems
 
     def describe(self) -> dict[str, Any]:
         """The arguments that make an equal tokenizer, as JSON."""
@@ -192,7 +201,7 @@ class BM25Retriever(RowRetriever):
                 "engine": self.engine,
                 "idf": self.idf,
                 "tokenizer": self.tokenizer.describe(),
-                "stemmer_version": version("PyStemmer"),
+                "analysis": ANALYSIS,
                 "vocabulary": list(self._vocabulary),
                 "documents": snapshot.describe(self._rows),
             }
@@ -211,7 +220,7 @@ class BM25Retriever(RowRetriever):
         with snapshot.damaged(folder):
             retriever = cls(body["engine"], tokenizer=Tokenizer(**body["tokenizer"]), idf=body["idf"])
             documents = snapshot.documents(body["documents"])
-            if body["stemmer_version"] != version("PyStemmer"):  # another version may stem differently, so index again
+            if body["analysis"] != ANALYSIS:  # others may make other words of the same text, so index again
                 retriever.add(documents)
                 return retriever
             retriever._vocabulary = {word: term for term, word in enumerate(body["vocabulary"])}

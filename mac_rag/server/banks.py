@@ -17,7 +17,7 @@ from starlette.datastructures import UploadFile
 from mac_rag.atomic_files import make_folder, private
 from mac_rag.data.conversion.converter import SUFFIXES
 from mac_rag.data.provenance import Member
-from mac_rag.data.readers import read_good_documents
+from mac_rag.data.readers import ROWS, read_good_documents
 from mac_rag.data.types import Document
 from mac_rag.errors import DataError
 from mac_rag.server.api_errors import APIError
@@ -262,8 +262,7 @@ def _job(service: Service, job_id: str, who: Principal) -> Job:
 
 
 # Endings that `mac_rag.data.readers` tells apart; a file with any other ending is read as text.
-_ENDINGS = (".jsonl", ".json", ".csv", ".parquet", *SUFFIXES)
-_ROWS = (".jsonl", ".csv", ".parquet")
+_ENDINGS = (*ROWS, ".json", *SUFFIXES)
 
 
 @dataclass(frozen=True)
@@ -315,7 +314,7 @@ class Uploads:
                 left_out.add_part(upload.name, notice)
 
             for _, document in read_good_documents([upload.path], refuse, notify=notify):
-                if upload.path.suffix not in _ROWS:
+                if upload.path.suffix not in ROWS:
                     document = Document(upload.name, document.text, document.metadata)
                 if len(document.text) > self._characters:
                     left_out.add(document.id, f"it has more than {self._characters:,} characters; split it")

@@ -27,7 +27,7 @@ from mac_rag.bank.bank import MemoryBank
 from mac_rag.bank.bm25 import BankBM25Retriever
 from mac_rag.bank.copies import backup
 from mac_rag.bank.interface import Bank
-from mac_rag.bank.metadata_filters import Filters, fits
+from mac_rag.bank.metadata_filters import Filters, condition
 from mac_rag.data.dates import ALWAYS, written
 from mac_rag.data.provenance import Member
 from mac_rag.data.types import AdaptReport, Document
@@ -192,9 +192,8 @@ class ServedBank:
         key = (seen.version, repr(sorted(filters.items())))
         ids = self._filtered.get(key)
         if ids is None:
-            ids = frozenset(
-                member.document_id for entry in seen for member in entry.members if fits(member.metadata, filters)
-            )
+            fits = condition(filters)
+            ids = frozenset(member.document_id for entry in seen for member in entry.members if fits(member.metadata))
             if len(self._filtered) >= _REMEMBERED_FILTERS:
                 self._filtered.clear()
             self._filtered[key] = ids

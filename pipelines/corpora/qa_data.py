@@ -26,7 +26,7 @@ from mac_rag.cli.terminal import say
 from mac_rag.config import Config
 from mac_rag.data import load_dataset
 from mac_rag.data.characters import shown_id
-from mac_rag.data.metrics import normalize
+from mac_rag.data.metrics import comparable, normalize
 from mac_rag.data.newswire.generate import generate
 from mac_rag.data.newswire.multi_document import generate_multi_document
 from mac_rag.data.types import Document, QADataset, Question
@@ -98,8 +98,8 @@ class DataConfig(Config):
         data = _usable(joined([self.load(split, documents=most, unanswered=unanswered) for split in splits]))
         if self.unlike is None:
             return data
-        held_out = {normalize(q.question) for q in self.load(self.unlike, unanswered=True).questions}
-        questions = tuple(question for question in data.questions if normalize(question.question) not in held_out)
+        held_out = {comparable(q.question) for q in self.load(self.unlike, unanswered=True).questions}
+        questions = tuple(question for question in data.questions if comparable(question.question) not in held_out)
         return dataclasses.replace(data, questions=questions)
 
     @field_validator("train")

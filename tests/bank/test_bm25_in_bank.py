@@ -246,7 +246,7 @@ def test_a_change_that_the_file_refuses_is_made_neither_there_nor_in_memory(
 
 
 def test_the_words_of_another_stemmer_are_made_anew(bank: MemoryBank, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mac_rag.bank.bm25.version", lambda _: "0")
+    monkeypatch.setattr("mac_rag.bank.bm25.ANALYSIS", "another")
     BankBM25Retriever(bank).put([BRIDGE, RIVER])
     monkeypatch.undo()
     retriever = BankBM25Retriever(bank)

@@ -10,7 +10,10 @@ import torch
 from safetensors.torch import load_file
 
 from mac_rag.bank import MemoryBank
+from mac_rag.data.readers import read_documents
 from mac_rag.data.types import Document
+from mac_rag.engine import MACEngine
+from mac_rag.model import MACModel
 from tests.bank.helpers import alter
 from tests.cli.helpers import refusal, run
 
@@ -108,6 +111,27 @@ def test_export(bank: Path, tmp_path: Path) -> None:
     output = tmp_path / "out"
     assert run("bank", "export", "--bank", bank, "--output", output).exit_code == 0
     assert torch.equal(load_file(output / "memory.safetensors")["phi"], MemoryBank.open(bank).phi)
-    rows = [json.loads(line) for line in (output / "documents.jsonl").read_text().splitlines()]
+    rows = [json.loads(line) for line in (output / "entries.jsonl").read_text().splitlines()]
     assert [row["rows"] for row in rows] == [1, 1, 1, 1]
     assert "is not empty" in refusal("bank", "export", "--bank", bank, "--output", output)
+    assert not (output / "documents.jsonl").exists()  # the bank keeps no texts
+
+
+def test_what_is_exported_is_adapted_to_again(model: str, tmp_path: Path) -> None:
+    documents = [
+        Document("a", "A storm\u2028 has\thit Wunville.\r\n\u0085", {"id": "other", "text": ["x"], "date": "2004-05"}),
+        Document("b/\u00e9 \U0001f600", "Rain fell.", {"metadata": {"metadata": {}}, "supersedes": ["a"], "n": 1.5}),
+        Document("[c]", '{"id": "in a text"}', {"deep": json.loads("[" * 62 + "]" * 62), "rows": None}),
+    ]
+    loaded = MACModel.from_pretrained(model)
+    with MemoryBank.create(tmp_path / "first.mac", loaded.fingerprint, keep_texts=True) as bank:
+        MACEngine(loaded, bank).adapt(documents)
+    exported = run("bank", "export", "--bank", tmp_path / "first.mac", "--output", tmp_path / "out")
+    assert exported.stdout.endswith("with their texts\n")
+    file = tmp_path / "out" / "documents.jsonl"
+    assert read_documents([file]) == documents
+    adapt = ("adapt", file, "--bank", tmp_path / "second.mac", "--model", model, "--keep-texts")
+    assert "3 added" in run(*adapt).stdout
+    first, second = MemoryBank.open(tmp_path / "first.mac"), MemoryBank.open(tmp_path / "second.mac")
+    assert [entry.members[0].content_hash for entry in first] == [entry.members[0].content_hash for entry in second]
+    assert torch.equal(first.phi, second.phi)

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from mac_rag.data import load_dataset
 from mac_rag.data.own import drawn_split, find_files
+from mac_rag.data.table import parsed_cell
 from mac_rag.data.types import Document, QADataset, first_documents
 from mac_rag.errors import ConfigError, DataError
 
@@ -224,6 +225,74 @@ def test_a_malformed_row_is_named_with_its_field(tmp_path: Path, change: dict[st
     with pytest.raises(DataError, match=message) as error:
         read(path)
     assert str(path) in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "cell",
+    [
+        "['Ada Voss', 'Voss']",
+        '["Ada Voss", "Voss"]',
+        "('Ada Voss', 'Voss')",
+        "{'Ada Voss', 'Voss'}",
+        "['Ada Voss' 'Voss']",  # as numpy prints
+        "['Ada Voss'\n 'Voss']",
+        "array(['Ada Voss', 'Voss'], dtype=object)",
+        "{'text': array(['Ada Voss', 'Voss'], dtype=object), 'answer_start': array([0, 4])}",  # SQuAD by pandas
+        "{'text': ['Ada Voss', 'Voss'], 'answer_start': [0, 4]}",
+        " [u'Ada Voss', \"Voss\"] ",
+    ],
+)
+@pytest.mark.parametrize("name", ["rows.csv", "ROWS.TSV"])
+def test_a_cell_may_hold_a_list(tmp_path: Path, cell: str, name: str) -> None:
+    with (tmp_path / name).open("w", newline="") as file:
+        rows = csv.writer(file, delimiter="\t" if name.endswith("TSV") else ",")
+        rows.writerows([("document", "question", "answers"), (TEXTS[0], "Who?", cell)])
+    [question] = read(tmp_path / name).questions
+    assert set(question.answers) == {"Ada Voss", "Voss"}
+
+
+@pytest.mark.parametrize("cell", ["[sic]", "(see above)", "[Ada] Voss", '"Ada" Voss', "{Ada}", "('Ada')"])
+def test_a_text_in_brackets_is_a_text(tmp_path: Path, cell: str) -> None:
+    with (tmp_path / "rows.csv").open("w", newline="") as file:
+        csv.writer(file).writerows([("document", "question", "answers"), (TEXTS[0], "Who?", cell)])
+    [question] = read(tmp_path / "rows.csv").questions
+    assert question.answers == (cell,)
+
+
+@pytest.mark.parametrize(
+    ("cell", "message"),
+    [
+        ("['it's']", "is no list that can be read"),
+        ("['Ada' 'Voss' ... 'Zak']", "is no list that can be read"),
+        ("['Ada', 'Vo", "is no list that can be read"),
+        ("['a', __import__('os')]", "is no list that can be read"),
+        ("['a'," + "1," * 600_000 + "]", "is no list that can be read"),
+        ("['Ada', nan]", "answer 2 must be a text, got None"),
+        ("[180]", "answer 1 must be a text, got 180"),
+        ("[]", "it is missing or empty"),
+    ],
+)
+def test_a_cell_with_a_list_that_cannot_be_read_is_named(tmp_path: Path, cell: str, message: str) -> None:
+    with (tmp_path / "rows.csv").open("w", newline="") as file:
+        csv.writer(file).writerows([("document", "question", "answers"), (TEXTS[0], "Who?", cell)])
+    with pytest.raises(DataError, match=rf"row 1 \(line 2\), field 'answers': .*{message}") as error:
+        read(tmp_path / "rows.csv")
+    assert len(str(error.value)) < 500
+
+
+@given(st.lists(st.text(st.characters(exclude_categories=("Cs", "Cc")), min_size=1), min_size=1), st.booleans())
+def test_any_list_of_texts_is_read_back(texts: list[str], as_python: bool) -> None:
+    assert parsed_cell(repr(texts) if as_python else json.dumps(texts)) == texts
+
+
+@pytest.mark.parametrize(("mark", "kept"), [("True", 0), ("false", 1), ("1", 0), ("", 1)])
+def test_a_cell_marks_a_question_as_impossible(tmp_path: Path, mark: str, kept: int) -> None:
+    content = f"document,question,answers,is_impossible\n{TEXTS[0]},Who?,Ada,{mark}\n{TEXTS[1]},What?,A ferry,False\n"
+    (tmp_path / "rows.csv").write_text(content)
+    assert len(read(tmp_path / "rows.csv").questions) == kept + 1
+    (tmp_path / "rows.csv").write_text(content.replace("False", "perhaps"))
+    with pytest.raises(DataError, match=r"row 2 .*'is_impossible': it must be true or false, got 'perhaps'"):
+        read(tmp_path / "rows.csv")
 
 
 def test_an_error_never_quotes_a_whole_document(tmp_path: Path) -> None:

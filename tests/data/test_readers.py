@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import csv
 import datetime
 import gzip
 import json
 import os
 import random
 import sys
-from io import BytesIO, TextIOWrapper
+from io import BytesIO, StringIO, TextIOWrapper
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from mac_rag.data import readers
 from mac_rag.data.provenance import Member
@@ -40,7 +44,7 @@ def refused(path: Path, content: bytes | str, message: str) -> None:
         (b'{"id": "1", "text": "' + b"x" * ROW + b'"}', "line 2 has more than 8,388,608 bytes; split it"),
         (
             b'{"id": "1", "text": "", "deep": ' + b"[" * 100_000 + b"]" * 100_000 + b"}",
-            "row 2: nested more than 64 deep",
+            "row 2: nested more than 65 deep",
         ),
         (
             b'{"id": "1", "text": "", "many": [' + b"[]," * 300_000 + b"[]]}",
@@ -193,6 +197,88 @@ def test_what_the_system_refuses_is_named(tmp_path: Path, monkeypatch: pytest.Mo
         read_documents([tmp_path / "rows.jsonl"])
 
 
+ROWS = [("a", 'Opened, "at last".', "1"), ("b", "Closed;\nfor good.", "2")]
+
+
+def delimited(sign: str, end: str = "\n", rows: list[Any] = ROWS) -> str:
+    made = StringIO()
+    csv.writer(made, delimiter=sign, lineterminator=end).writerows([("id", "text", "n"), *rows])
+    return made.getvalue()
+
+
+JSON_LINES = "".join(json.dumps({"id": name, "text": text, "n": n}) + "\n" for name, text, n in ROWS)
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("rows.JSONL", JSON_LINES),
+        ("Rows.NdJson", JSON_LINES),
+        ("rows.jsonl", "\ufeff" + JSON_LINES),
+        ("rows.ndjson", JSON_LINES.replace("\n", "\r\n")),
+        ("rows.jsonl", "".join("\ufeff" + line for line in JSON_LINES.splitlines(keepends=True))),  # files joined
+        ("ROWS.CSV", delimited(",")),
+        ("rows.Csv", "\ufeff" + delimited(";", "\r\n")),
+        ("rows.csv", delimited("\t")),
+        ("rows.TSV", delimited("\t", "\r\n")),
+        ("rows.csv", delimited("|")),
+        ("rows.csv", "sep=;\r\n" + delimited(";")),
+        ("rows.csv", delimited(",") + ",,\n\n,,\n"),
+        ("rows.csv", 'id, text, n\na, "Opened, ""at last"".", 1\nb, "Closed;\nfor good.", 2\n'),
+        ("rows.csv", delimited(",").replace("id,text,n", '"id","text","n"')),
+        ("rows.csv", 'id;text;"n"\na;"Opened, ""at last"".";1\nb;"Closed;\nfor good.";2'),
+    ],
+)
+def test_rows_are_read_however_they_are_written(tmp_path: Path, name: str, content: str) -> None:
+    (tmp_path / name).write_bytes(content.encode())
+    documents = read_documents([tmp_path / name])
+    assert documents == [Document(document_id, text, {"n": n}) for document_id, text, n in ROWS]
+    places = [place for place, _ in placed_documents(tmp_path / name)]
+    assert [document for _, document in placed_documents(tmp_path / name, places[1])] == documents[1:]
+
+
+@given(
+    st.lists(st.tuples(st.text("ab,;\t|\"'\n \u00e9", min_size=1), st.text("ab,;\t|\"'\r\n ", min_size=1)), min_size=1),
+    st.sampled_from(",;\t|"),
+)
+def test_any_cells_are_read_back(cells: list[tuple[str, str]], sign: str) -> None:
+    rows = [(f"{place}{name}", f"x{text}", "") for place, (name, text) in enumerate(cells)]
+    with TemporaryDirectory() as folder:
+        path = Path(folder) / "rows.csv"
+        path.write_bytes(delimited(sign, "\r\n", rows).encode())
+        assert [(document.id, document.text) for document in read_documents([path])] == [row[:2] for row in rows]
+
+
+def test_a_byte_order_mark_is_no_part_of_a_text(tmp_path: Path) -> None:
+    (tmp_path / "note.md").write_bytes(b"\xef\xbb\xbfA storm.")
+    assert [document.text for document in read_documents([tmp_path / "note.md"])] == ["A storm."]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "metadata"),
+    [
+        ("rows.jsonl", '{"id": "a", "text": "T.", "metadata": {"date": "2004"}, "n": 1}', {"date": "2004", "n": 1}),
+        ("rows.jsonl", '{"id": "a", "text": "T.", "metadata": {"metadata": {"id": 1}}}', {"metadata": {"id": 1}}),
+        ("rows.jsonl", '{"id": "a", "text": "T.", "metadata": "none"}', {"metadata": "none"}),
+        ("rows.csv", 'id,text,metadata\na,T.,"{""date"": ""2004""}"', {"date": "2004"}),
+        ("rows.csv", "id,text,supersedes\na,T.,\"['b', 'c']\"", {"supersedes": ["b", "c"]}),
+        ("rows.csv", 'id,text,supersedes\na,T.,"[""b""]"', {"supersedes": ["b"]}),
+        ("rows.csv", "id,text,supersedes\na,T.,b", {"supersedes": "b"}),
+    ],
+)
+def test_an_object_of_metadata_stands_beside_other_keys(
+    tmp_path: Path, name: str, content: str, metadata: dict[str, Any]
+) -> None:
+    (tmp_path / name).write_text(content)
+    assert read_documents([tmp_path / name]) == [Document("a", "T.", metadata)]
+
+
+def test_a_key_with_two_values_is_named(tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"id": "a", "text": "T.", "metadata": {"date": "2004"}, "date": "2005"}')
+    with pytest.raises(DataError, match="row 1: 'date' is beside 'metadata' and in it; keep one"):
+        read_documents([tmp_path / "rows.jsonl"])
+
+
 def write(path: Path, rows: list[dict[str, Any]]) -> Path:
     import pyarrow
     import pyarrow.parquet
@@ -256,6 +342,78 @@ def test_a_text_that_is_not_utf_8_is_named(tmp_path: Path) -> None:
     pyarrow.parquet.write_table(table, tmp_path / "rows.parquet")
     with pytest.raises(DataError, match=r"rows\.parquet, row 2: a value cannot be read: 'utf-8'"):
         read_documents([tmp_path / "rows.parquet"])
+
+
+def repeated(text: str, count: int) -> Any:
+    import pyarrow
+
+    return pyarrow.DictionaryArray.from_arrays(pyarrow.array([0] * count, pyarrow.int32()), [text])
+
+
+def growing(form: str) -> Any:
+    """A table that takes at most two kilobytes in a file, and many megabytes in memory."""
+    import pyarrow
+
+    count = {"rows": 50_000, "page": 1}.get(form, 256)
+    ids = pyarrow.array([f"{number}" for number in range(count)]) if count < 1_000 else repeated("a", count)
+    long = repeated("x" * (1 << 18), 256)
+    columns = {
+        "texts": {"text": long},
+        "list": {"tags": pyarrow.ListArray.from_arrays(pyarrow.array(range(257), pyarrow.int32()), long)},
+        "object": {"of": pyarrow.StructArray.from_arrays([long], ["it"])},
+        "values": {"tags": pyarrow.ListArray.from_arrays([0, *[65536] * 256], pyarrow.nulls(65536, pyarrow.int8()))},
+        "rows": {"text": repeated("a", 50_000)},
+        "page": {"text": pyarrow.array(["x" * (2 << 20)])},
+    }[form]
+    return pyarrow.table({"id": ids, "text": repeated("t", count), **columns})
+
+
+@pytest.mark.parametrize(
+    ("form", "message"),
+    [
+        ("texts", r"up to row [45] its values become too many bytes for its size"),
+        ("list", r"up to row [45] its values become too many bytes for its size"),
+        ("object", r"up to row [45] its values become too many bytes for its size"),
+        ("values", r"its column 'tags\.list\.element' becomes .* bytes with 65,\d{3} values"),
+        ("rows", "says that it has 50,000 rows"),
+        ("page", "its column 'text' becomes 2,097,.* bytes with 1 values"),
+    ],
+)
+def test_a_file_that_grows_out_of_bounds_is_refused_before_it_is_decoded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: str, message: str
+) -> None:
+    import pyarrow
+    import pyarrow.parquet
+
+    small = {"_MOST_DECODED": 1 << 20, "_GROWTH": 64, "_MOST_VALUES": 1 << 10, "_VALUES_OF_BYTE": 8}
+    small["_LONG_BATCH"] = 1 << 18
+    for name, value in small.items():
+        monkeypatch.setattr(readers, name, value)
+
+    path = tmp_path / "rows.parquet"
+    options = {"compression": "brotli", "dictionary_pagesize_limit": 64 << 20, "write_statistics": False}
+    pyarrow.parquet.write_table(growing(form), path, use_dictionary=form != "page", store_schema=False, **options)
+    assert path.stat().st_size < 2_000
+    with pytest.raises(DataError, match=rf"rows\.parquet cannot be read: .*{message}"):
+        read_documents([path])
+
+
+def test_texts_that_repeat_are_no_fault(tmp_path: Path) -> None:
+    """As paragraphs with many questions do, also in lists, objects and mappings, and in part of a file."""
+    import pyarrow
+    import pyarrow.parquet
+
+    text = "A storm has hit the town. " * 400
+    of = {"it": None, "more": [text[:9]]}
+    rows = [{"id": f"{n}", "text": text, "tags": ["a", text[:n]], "of": of} for n in range(300)]
+    table = pyarrow.Table.from_pylist(rows)
+    kind = pyarrow.map_(pyarrow.string(), pyarrow.string())
+    pairs = pyarrow.array([[("k", f"{n}")] * (n % 3) for n in range(300)], kind)
+    pyarrow.parquet.write_table(table.append_column("pairs", pairs), tmp_path / "rows.parquet", row_group_size=100)
+    found = list(placed_documents(tmp_path / "rows.parquet"))
+    assert [document.metadata["tags"] for _, document in found] == [row["tags"] for row in rows]
+    assert [len(document.metadata["pairs"]) for _, document in found] == [n % 3 for n in range(300)]
+    assert list(placed_documents(tmp_path / "rows.parquet", found[150][0])) == found[150:]
 
 
 def test_a_damaged_file_is_read_or_refused(tmp_path: Path) -> None:

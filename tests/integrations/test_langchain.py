@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from datetime import date
 from operator import itemgetter
 from typing import Any
 
@@ -174,6 +176,10 @@ class TestOptions:
         assert [document.id for document in retriever.invoke(WORKERS, filters=years)] == ["press"]
         engine.adapt([MACDocument("storm", NEWS["storm"], {"year": 2004})])
         assert len(retriever.invoke(WORKERS, filters=years)) == 2
+        since = {"year": {"$gte": 2005}}
+        assert [document.id for document in retriever.invoke(WORKERS, filters=since)] == ["press"]
+        with pytest.raises(ConfigError, match=r"\$like"):
+            retriever.invoke(WORKERS, filters={"year": {"$like": "2%"}})
 
     def test_memory_can_be_left_out(self, dated: MACEngine) -> None:
         [expected] = dated.answer([WORKERS], use_memory=False)
@@ -326,6 +332,17 @@ class TestDocuments:
         assert engine.adapt(to_documents(documents)).added == 3
         assert engine.adapt(to_documents(MACRetriever(engine=engine).invoke(WORKERS))).unchanged == 3
         assert engine.bank["press"].members[0].metadata == {"year": 2005}
+
+    def test_blank_pages_are_left_out_and_dates_are_kept(
+        self, mac_tiny: MACEngine, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        blank = [Document(text, id=id_) for text, id_ in ((" \n", "page"), ("", None), ("\u200b", "invisible"))]
+        rain = Document("It rained.", metadata={"date": date(2004, 5, 3)})
+        with caplog.at_level(logging.WARNING):
+            documents = to_documents([*blank, rain])
+        assert [(one.text, dict(one.metadata)) for one in documents] == [("It rained.", {"date": "2004-05-03"})]
+        assert "3 documents without text were left out" in caplog.text
+        assert to_documents([Document("It rained.", metadata={"date": "2004-05-03"})]) == documents
 
     @pytest.mark.parametrize("value", [{1, 2}, float("nan"), object()])
     def test_metadata_must_fit_into_json(self, value: object) -> None:

@@ -156,6 +156,29 @@ def test_a_filter_that_does_not_fit_reaches_the_user(shared: VectorStoreIndex, e
         queries.query(QUESTION)
 
 
+@pytest.mark.parametrize(
+    ("operator", "value", "kind"),
+    [
+        (FilterOperator.IN, "ab", "a list"),
+        (FilterOperator.NIN, "ab", "a list"),
+        (FilterOperator.ANY, "ab", "a list"),
+        (FilterOperator.ALL, "ab", "a list"),
+        (FilterOperator.GT, ["a"], "a single value"),
+        (FilterOperator.CONTAINS, ["a"], "a single value"),
+        (FilterOperator.TEXT_MATCH, 3, "a text"),
+        (FilterOperator.EQ, None, "a single value"),
+        (FilterOperator.NE, None, "a single value"),
+    ],
+)
+def test_values_that_an_operator_does_not_take_are_refused(
+    engine: RecordingEngine, operator: FilterOperator, value: Any, kind: str
+) -> None:
+    one = MetadataFilters(filters=[MetadataFilter(key="tenant", value=value, operator=operator)])
+    for filters in (one, MetadataFilters(filters=[only("a"), one], condition=FilterCondition.OR)):
+        with pytest.raises(ConfigError, match=f"{operator.value!r} of 'tenant' takes {kind}, got"):
+            FilteredDocuments(engine, filters)
+
+
 def test_later_and_superseded_documents_have_no_influence_as_of_a_date(loaded_tiny_model: MACModel) -> None:
     engine = MACEngine(loaded_tiny_model)
     later = {"date": "2004-05", "supersedes": "old"}

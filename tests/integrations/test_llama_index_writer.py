@@ -21,14 +21,14 @@ from llama_index.core.ingestion import DocstoreStrategy, IngestionPipeline
 from llama_index.core.ingestion.pipeline import get_transformation_hash
 from llama_index.core.llms import MockLLM
 from llama_index.core.node_parser import SentenceSplitter
-from llama_index.core.schema import ImageNode, MetadataMode, TextNode
+from llama_index.core.schema import ImageNode, MetadataMode, TextNode, TransformComponent
 from llama_index.core.storage.docstore import SimpleDocumentStore
 from llama_index.core.vector_stores import SimpleVectorStore
 from llama_index.vector_stores.chroma import ChromaVectorStore
 
 import mac_rag.adapting
 from mac_rag.bank.bank import MemoryBank
-from mac_rag.errors import BankError, ConfigError, DocumentError, MACError
+from mac_rag.errors import BankError, ConfigError, MACError
 from mac_rag.integrations.llama_index import MACVectorStore, MemoryWriter
 from mac_rag.integrations.llama_index.writer import documents_in
 from mac_rag.model import AmortizedModel, MACModel
@@ -365,10 +365,95 @@ def test_one_part_stands_for_its_document(engine: RecordingEngine) -> None:
     assert engine.bank.document_ids == ["bridge"]
 
 
-def test_bad_nodes_are_named(engine: RecordingEngine) -> None:
-    with pytest.raises(DocumentError, match="'blank'"):
-        MemoryWriter(engine)([*facts(), Document(id_="blank", text="  ")])
-    assert len(engine.bank) == 0
+BAD = [
+    Document(id_="blank", text="  \n"),
+    Document(id_="invisible", text="\u200b\u00ad"),
+    Document(id_="half", text="A storm \ud83d."),
+    Document(id_="nul", text="A storm\0."),
+    Document(id_="two ways", text="A storm.", metadata={"date": "03/04/2004"}),
+    Document(id_="bytes", text="A storm.", metadata={"raw": b"x"}),
+]
+
+
+@pytest.mark.parametrize("bad", BAD, ids=lambda document: document.id_)
+def test_a_bad_document_is_left_out_and_loses_no_other(
+    engine: RecordingEngine, caplog: pytest.LogCaptureFixture, bad: Document
+) -> None:
+    first, *others = facts()
+    with caplog.at_level(logging.WARNING):
+        nodes = MemoryWriter(engine)([first, bad, *others])
+    assert engine.bank.document_ids == list(FACTS)
+    assert f"'{bad.id_}'" in caplog.text
+    assert len(nodes) == len(FACTS) + 1
+
+
+def test_an_index_with_bad_documents_fills_a_bank(engine: RecordingEngine, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        MemoryWriter.from_index(SummaryIndex([*facts(), *BAD[4:5]]), engine)
+    assert engine.bank.document_ids == list(FACTS)
+    assert "'two ways'" in caplog.text
+
+
+def test_a_run_of_blank_pages_alone_is_no_lost_bank(engine: RecordingEngine) -> None:
+    docstore = SimpleDocumentStore()
+    for documents in ([Document(id_="blank", text=" ")], facts()):
+        pipeline(engine, docstore).run(documents=documents)
+    assert engine.bank.document_ids == list(FACTS)
+
+
+class Failing(TransformComponent):
+    """Fails once for a document of a pipeline."""
+
+    failures: list[str] = []
+
+    def __call__(self, nodes: Any, **options: Any) -> Any:
+        if not self.failures:
+            self.failures.append("once")
+            raise RuntimeError("the embedding service is away")
+        return nodes
+
+
+@pytest.mark.parametrize("strategy", list(DocstoreStrategy))
+@pytest.mark.parametrize("is_first", [True, False])
+@pytest.mark.parametrize("use_async", [False, True])
+def test_a_failed_run_does_the_rest_when_it_is_repeated(
+    engine: RecordingEngine, strategy: DocstoreStrategy, is_first: bool, use_async: bool
+) -> None:
+    docstore = SimpleDocumentStore()
+    pipeline(engine, docstore, docstore_strategy=strategy).run(documents=facts()[:1])
+    steps = [Failing(failures=[]), MemoryWriter(engine)]
+    made = IngestionPipeline(
+        transformations=[*(steps if is_first else steps[::-1]), HashEmbedding()],
+        docstore=docstore,
+        vector_store=MACVectorStore(SimpleVectorStore(), engine),
+        docstore_strategy=strategy,
+    )
+
+    def run() -> Any:
+        return asyncio.run(made.arun(documents=facts())) if use_async else made.run(documents=facts())
+
+    with pytest.raises(RuntimeError, match="away"):
+        run()
+    assert {node.node_id for node in run()} == set(list(FACTS)[1:])
+    assert sorted(engine.bank.document_ids) == sorted(FACTS)
+    assert {node.node_id for node in run()} == set()
+
+
+def test_twins_of_equal_text_are_separate_documents(engine: RecordingEngine) -> None:
+    def run(*names: str) -> None:
+        made.run(documents=[Document(id_=name, text=FACTS["bridge"]) for name in names])
+
+    made = IngestionPipeline(transformations=[MemoryWriter(engine)])
+    run("a")
+    run("a")
+    run("b")  # the pipeline's cache knows this text, of another document
+    run("c", "d")
+    assert engine.bank.document_ids == ["a", "b", "c", "d"]
+    store = MACVectorStore(SimpleVectorStore(), engine)
+    store.delete("b")
+    assert engine.bank.document_ids == ["a", "c", "d"]
+    run("a", "b")
+    assert sorted(engine.bank.document_ids) == ["a", "b", "c", "d"]
 
 
 def test_workers_of_their_own_are_refused(engine: RecordingEngine) -> None:

@@ -177,9 +177,9 @@ class TestFiles:
         assert len(again) == 0
         assert again.retrieve(["storm"], 2) == [[]]
 
-    def test_terms_of_another_stemmer_are_cut_again(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_terms_of_another_analysis_are_cut_again(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         with monkeypatch.context() as patch:
-            patch.setattr("mac_rag.retrieval.bm25.version", lambda _: "1")
+            patch.setattr("mac_rag.retrieval.bm25.ANALYSIS", "another")
             patch.setattr(Tokenizer, "__call__", lambda self, text: text.upper().split())
             filled("incremental", ["storms in May"]).save(tmp_path)
         assert len(BM25Retriever.load(tmp_path).retrieve(["storm"], 1)[0]) == 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 from collections.abc import Collection, Iterable, Mapping
 from copy import deepcopy
 from datetime import datetime
@@ -15,8 +16,9 @@ from langchain_core.documents import Document as LangChainDocument
 from langchain_core.retrievers import BaseRetriever
 from pydantic import BaseModel, Field, PrivateAttr, model_validator
 
-from mac_rag.bank.metadata_filters import Filters, fits
-from mac_rag.data.dates import AsOf
+from mac_rag.bank.metadata_filters import Filters, condition
+from mac_rag.data.characters import is_blank
+from mac_rag.data.dates import AsOf, with_written_dates
 from mac_rag.data.types import Document, Source
 from mac_rag.engine import MACEngine
 from mac_rag.errors import BankError, ConfigError, DocumentError
@@ -25,12 +27,15 @@ from mac_rag.retrieval.base import check_k
 
 Documents: TypeAlias = Iterable[LangChainDocument]
 
+logger = logging.getLogger(__name__)
+
 
 def to_documents(documents: Documents) -> list[Document]:
     """Converts documents of LangChain, from a loader or a splitter, for `MACEngine.adapt`.
 
     Each keeps its id and metadata. The id of a document without one is the hash of its text and metadata, so that
-    nothing is computed if it comes again; exact copies are one document. Give whole documents rather than small pieces:
+    nothing is computed if it comes again; exact copies are one document. Documents without text, such as blank pages,
+    are left out, with a warning. Give whole documents rather than small pieces:
     the engine itself splits a document that is longer than the model's limit.
 
     Examples:
@@ -47,8 +52,12 @@ def to_documents(documents: Documents) -> list[Document]:
     """
     unnamed: dict[str, Document] = {}
     copies: list[Document] = []  # the engine checks that ids which documents bring are unique
+    blank = 0
     for document in documents:
-        metadata = {key: value for key, value in document.metadata.items() if key != ATTENTION}
+        if is_blank(document.page_content):
+            blank += 1
+            continue
+        metadata = with_written_dates({key: value for key, value in document.metadata.items() if key != ATTENTION})
         if document.id is not None:
             copies.append(Document(document.id, document.page_content, metadata))
             continue
@@ -56,6 +65,8 @@ def to_documents(documents: Documents) -> list[Document]:
         if name not in unnamed:
             unnamed[name] = Document(name, document.page_content, metadata)
             copies.append(unnamed[name])
+    if blank:
+        logger.warning("%d documents without text were left out", blank)
     return copies
 
 
@@ -64,7 +75,7 @@ def _hash(text: str, metadata: dict[str, object]) -> str:
         content = json.dumps([text, metadata], sort_keys=True, allow_nan=False)
     except (TypeError, ValueError) as error:
         raise DocumentError(
-            f"JSON cannot hold the metadata of the document that begins {text[:60]!r} ({error}); write dates and "
+            f"JSON cannot hold the metadata of the document that begins {text[:60]!r} ({error}); write "
             "paths as texts, or give the document an id"
         ) from None
     return hashlib.sha256(content.encode("utf-8", "surrogatepass")).hexdigest()[:32]
@@ -117,12 +128,17 @@ class WhereMetadata(PassingDocuments[Filters]):
 
     Args:
         engine: the engine of the bank.
-        filters: metadata key -> the value that it must have, or a list of values of which it must have one.
+        filters: metadata key -> the value that it must have, a list of values of which it must have one, or operators;
+            see `mac_rag.bank.metadata_filters.condition`.
+
+    Raises:
+        ConfigError: for an operator that is not supported.
     """
 
     def __init__(self, engine: MACEngine, filters: Filters) -> None:
         super().__init__(engine, deepcopy(dict(filters)))  # a copy, because the caller may change its own
         self._key = _key(filters)
+        self._fits = condition(self.filters)
 
     @property
     def key(self) -> str:
@@ -130,8 +146,8 @@ class WhereMetadata(PassingDocuments[Filters]):
         return self._key
 
     def passes(self, document_id: str, metadata: Mapping[str, Any]) -> bool:
-        """True if the metadata match; see `mac_rag.bank.metadata_filters.fits`."""
-        return fits(metadata, self.filters)
+        """True if the metadata match; see `mac_rag.bank.metadata_filters.condition`."""
+        return self._fits(metadata)
 
 
 def where(engine: MACEngine, filters: Filters | None, last: WhereMetadata | None) -> WhereMetadata | None:

@@ -9,7 +9,7 @@ from typing import Any, Self
 
 from llama_index.core.bridge.pydantic import Field, PrivateAttr
 from llama_index.core.schema import BaseComponent
-from llama_index.core.vector_stores.types import FilterCondition, MetadataFilters
+from llama_index.core.vector_stores.types import FilterCondition, FilterOperator, MetadataFilters
 from llama_index.core.vector_stores.utils import build_metadata_filter_fn
 
 from mac_rag.engine import MACEngine
@@ -71,11 +71,13 @@ class FilteredDocuments(PassingDocuments[MetadataFilters]):
         filters: LlamaIndex's metadata filters; they may be nested.
 
     Raises:
-        ConfigError: on access, for a filter that does not fit the metadata of a document.
+        ConfigError: for a value that its operator does not take; on access, for a filter that does not fit the metadata
+            of a document.
     """
 
     def __init__(self, engine: MACEngine, filters: MetadataFilters) -> None:
         super().__init__(engine, filters)
+        _check(filters)
 
     def passes(self, document_id: str, stored: Mapping[str, Any]) -> bool:
         ids = dict.fromkeys(("doc_id", "document_id", "ref_doc_id"), document_id)
@@ -87,6 +89,28 @@ class FilteredDocuments(PassingDocuments[MetadataFilters]):
                 f"the metadata filters do not fit document {document_id!r} of the memory bank: {error}; "
                 "compare a key with values of its own type, by an operator that this type has"
             ) from None
+
+
+_TEXTS = (FilterOperator.TEXT_MATCH, FilterOperator.TEXT_MATCH_INSENSITIVE)
+_LISTS = (FilterOperator.IN, FilterOperator.NIN, FilterOperator.ANY, FilterOperator.ALL)
+_EQUALS = (FilterOperator.EQ, FilterOperator.NE)
+
+
+def _check(filters: MetadataFilters) -> None:
+    """Refuses values for which LlamaIndex would let documents pass or not by chance, such as the letters of a text."""
+    for one in filters.filters:
+        if isinstance(one, MetadataFilters):
+            _check(one)
+            continue
+        is_list, takes_list = isinstance(one.value, list), one.operator in _LISTS
+        if one.operator == FilterOperator.IS_EMPTY or (is_list and one.operator in _EQUALS):
+            continue
+        if one.value is None or is_list != takes_list or (one.operator in _TEXTS and not isinstance(one.value, str)):
+            kind = "a list" if takes_list else "a text" if one.operator in _TEXTS else "a single value"
+            raise ConfigError(
+                f"the filter {one.operator.value!r} of {one.key!r:.80} takes {kind}, got {one.value!r:.80}; for values "
+                "that are missing, use is_empty"
+            )
 
 
 def _matches(filters: MetadataFilters, metadata: Callable[[str], Mapping[str, Any]]) -> bool:

@@ -6,11 +6,14 @@ nothing about the pipeline. Its instrumentation knows more: a span begins with t
 
 from __future__ import annotations
 
+import hashlib
 import inspect
+import json
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, NamedTuple
+from uuid import uuid4
 
 from llama_index.core.ingestion import IngestionPipeline
 from llama_index.core.llms import LLM
@@ -30,7 +33,43 @@ dispatcher = get_dispatcher(__name__)
 logger = logging.getLogger(__name__)
 
 _nodes: ContextVar[list[NodeWithScore] | None] = ContextVar("mac_nodes", default=None)
-_docstore: ContextVar[BaseDocumentStore | None] = ContextVar("mac_docstore", default=None)
+_run: ContextVar[_Run | None] = ContextVar("mac_run", default=None)
+
+
+class _Run(NamedTuple):
+    """A run of an ingestion pipeline.
+
+    Attributes:
+        docstore: its docstore; None for none.
+        known: the hashes that the docstore knew before.
+        documents: digest of the ids of its documents.
+    """
+
+    docstore: BaseDocumentStore | None
+    known: frozenset[str]
+    documents: str
+
+    @classmethod
+    def of(cls, pipeline: IngestionPipeline, arguments: Mapping[str, Any]) -> _Run:
+        given = (arguments.get("documents"), arguments.get("nodes"), pipeline.documents)
+        ids = [node.node_id for nodes in given for node in nodes or ()]
+        if pipeline.readers:  # nobody knows yet what they will read
+            ids.append(uuid4().hex)
+        docstore = pipeline.docstore
+        known = frozenset[str]() if docstore is None else frozenset(docstore.get_all_document_hashes())
+        return cls(docstore, known, hashlib.sha256(json.dumps(ids).encode()).hexdigest())
+
+    def undo(self) -> None:
+        """After a failure: lets the docstore forget what it has noted of documents before they were processed.
+
+        LlamaIndex notes the hashes of documents first if it looks for duplicates, so that the same run again would pass
+        over them.
+        """
+        if self.docstore is None:
+            return
+        for digest, name in self.docstore.get_all_document_hashes().items():
+            if digest not in self.known and not self.docstore.document_exists(name):
+                self.docstore.delete_document(name, raise_error=False)
 
 
 class NodeReader(LLM):
@@ -61,7 +100,7 @@ class _SpanHandler(BaseSpanHandler[BaseSpan]):
     ) -> None:
         arguments = bound_args.arguments
         if isinstance(instance, IngestionPipeline):
-            _docstore.set(instance.docstore)
+            _run.set(_Run.of(instance, arguments))
         elif isinstance(instance, BaseSynthesizer) and isinstance(instance._llm, NodeReader):
             if "nodes" in arguments:
                 _nodes.set(arguments["nodes"])
@@ -72,12 +111,15 @@ class _SpanHandler(BaseSpanHandler[BaseSpan]):
         self, id_: str, bound_args: inspect.BoundArguments, instance: Any | None = None, *args: Any, **kwargs: Any
     ) -> None:
         if isinstance(instance, IngestionPipeline):
-            _docstore.set(None)
+            _run.set(None)
 
     def prepare_to_drop_span(
         self, id_: str, bound_args: inspect.BoundArguments, instance: Any | None = None, *args: Any, **kwargs: Any
     ) -> None:
-        self.prepare_to_exit_span(id_, bound_args, instance)
+        run = _run.get()
+        if isinstance(instance, IngestionPipeline) and run is not None:
+            run.undo()
+            _run.set(None)
 
 
 def _show(chunks: Any, mode: MetadataMode) -> None:
@@ -104,7 +146,14 @@ def listen() -> None:
 
 def running_docstore() -> BaseDocumentStore | None:
     """The docstore of the ingestion pipeline that is running in this context; None if there is none."""
-    return _docstore.get()
+    run = _run.get()
+    return None if run is None else run.docstore
+
+
+def running_documents() -> str:
+    """Digest of the ids of the documents of the ingestion pipeline that is running; empty if there is none."""
+    run = _run.get()
+    return "" if run is None else run.documents
 
 
 class DocumentsTruncatedEvent(BaseEvent):

@@ -13,12 +13,13 @@ from llama_index.core.vector_stores.types import BasePydanticVectorStore
 from llama_index.core.vector_stores.utils import metadata_dict_to_node
 from pydantic import computed_field
 
+from mac_rag.data.characters import is_blank
 from mac_rag.data.types import Document
 from mac_rag.engine import MACEngine
-from mac_rag.errors import BankError, ConfigError
+from mac_rag.errors import BankError, ConfigError, MACError
 from mac_rag.integrations.framework import bank_state, in_thread
 from mac_rag.integrations.llama_index.component import EngineComponent
-from mac_rag.integrations.llama_index.instrumentation import listen, running_docstore
+from mac_rag.integrations.llama_index.instrumentation import listen, running_docstore, running_documents
 from mac_rag.retrieval.llama_index import FiledBy, document_id
 
 logger = logging.getLogger(__name__)
@@ -76,7 +77,7 @@ class MemoryWriter(EngineComponent, TransformComponent):
 
         Documents that the bank holds with the same text and metadata cost nothing, and no document is deleted. A bank
         on disk is committed every few hundred documents, so after an interruption the same call resumes. Documents
-        without text are left out, with a warning.
+        without text, and others that cannot be adapted, are left out, with a warning.
 
         Examples:
             >>> from llama_index.core import Document, MockEmbedding, VectorStoreIndex
@@ -98,16 +99,17 @@ class MemoryWriter(EngineComponent, TransformComponent):
             FingerprintError: if another model wrote the bank.
         """
         writer = cls(MACEngine() if engine is None else engine, filed_by=filed_by, show_progress=show_progress)
-        writer.engine.adapt(documents_in(index, filed_by), progress=show_progress)
+        writer._adapt(documents_in(index, filed_by))
         return writer
 
     @classmethod
     def class_name(cls) -> str:
         return "MACMemoryWriter"
 
-    # The pipeline's cache skips a step if it has seen its fields and nodes before. With these two fields, it skips the
+    # The pipeline's cache skips a step if it has seen its fields and texts before. With these fields, it skips the
     # writer only if the same model has written the same nodes to this very bank and the bank has not changed since.
-    # Otherwise a cache that outlives the bank would leave a new bank empty.
+    # Otherwise a cache that outlives the bank would leave a new bank empty, and pass over a document with the text of
+    # another.
 
     @computed_field  # type: ignore[prop-decorator]
     @property
@@ -121,18 +123,29 @@ class MemoryWriter(EngineComponent, TransformComponent):
         """Name and version of the bank; unique across processes."""
         return bank_state(self.engine.bank)
 
+    @computed_field  # type: ignore[prop-decorator]
+    @property
+    def running(self) -> str:
+        """Digest of the ids of the documents of the pipeline that is running in this context; empty outside of one."""
+        return running_documents()
+
     def __call__(self, nodes: Sequence[BaseNode], **kwargs: Any) -> Sequence[BaseNode]:
-        """Adapts the bank and returns `nodes`.
+        """Adapts the bank and returns `nodes`. Nodes that cannot be adapted, such as blank ones, cause a warning.
 
         Raises:
             BankError: if two nodes belong to one document of the bank; if the bank is empty and the docstore is not.
-            DocumentError: for a node without text.
             FingerprintError: if another model wrote the bank.
         """
         documents = self._documents(nodes)
         self._check_docstore(documents)
-        self.engine.adapt(documents, progress=self.show_progress)
+        self._adapt(documents)
         return nodes
+
+    def _adapt(self, documents: Sequence[Document]) -> None:
+        def leave_out(_: Document, error: MACError) -> None:
+            logger.warning("a document is left out of the memory bank: %s", error)
+
+        self.engine.adapt(documents, on_bad=leave_out, progress=self.show_progress)
 
     async def acall(self, nodes: Sequence[BaseNode], **kwargs: Any) -> Sequence[BaseNode]:
         """Like a call, without blocking the event loop."""
@@ -158,13 +171,19 @@ class MemoryWriter(EngineComponent, TransformComponent):
         if docstore is None or len(self.engine.bank):
             return
         known = set(docstore.get_all_document_hashes().values()).difference(document.id for document in documents)
-        if known:
+        if any(_may_have_text(docstore, name) for name in known):
             raise BankError(
                 f"the pipeline's docstore knows {len(known)} documents, such as {min(known)!r}, and the memory bank is "
                 "empty: it is not filled yet, or lost, and the pipeline does not pass these documents to it; fill it "
                 "by MemoryWriter.from_index(source, engine), where source is the docstore or the index, then run the "
                 "pipeline again"
             )
+
+
+def _may_have_text(docstore: BaseDocumentStore, name: str) -> bool:
+    """False for a document without text, which no bank holds."""
+    node = docstore.get_document(name, raise_error=False)
+    return node is None or not is_blank(node.get_content(metadata_mode=MetadataMode.NONE))
 
 
 NodeSource: TypeAlias = Any  # BaseIndex, BaseDocumentStore, BasePydanticVectorStore, or a Collection of chromadb
@@ -186,10 +205,10 @@ def documents_in(source: NodeSource, filed_by: FiledBy) -> list[Document]:
     for node in _nodes_in(source):
         nodes.setdefault(document_id(node, filed_by), []).append(node)
     documents = [Document(name, _text(parts), dict(parts[0].metadata)) for name, parts in nodes.items()]
-    without = [document.id for document in documents if not document.text.strip()]
+    without = [document.id for document in documents if is_blank(document.text)]
     if without:
         logger.warning("%d documents without text were left out, such as %r", len(without), without[0])
-    return [document for document in documents if document.text.strip()]
+    return [document for document in documents if not is_blank(document.text)]
 
 
 def _nodes_in(source: NodeSource) -> Iterable[BaseNode]:
