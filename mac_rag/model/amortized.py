@@ -162,18 +162,6 @@ class AmortizedModel(MACModel, kind=checkpoint.AMORTIZED, config_class=MACConfig
         if dtype is None and self.calibration is not None and self.calibration.fingerprint == self.fingerprint:
             self.calibration.write(Path(folder))
 
-    def push_to_hub(self, repository: str, *, private: bool = True, token: str | None = None) -> str:
-        """Uploads a checkpoint to a model repository on the Hub and returns its address."""
-        return checkpoint.upload(
-            self._parts(),
-            self.mac_state(),
-            repository,
-            private=private,
-            token=token,
-            lm_was_trained=self.base_lm_trained,
-            quantizer=self._quantizer,
-        )
-
     @property
     def _quantizer(self) -> ProductQuantizer | None:
         """The codebooks for banks with rows `pq`; None if training has changed the weights they were fitted to."""
