@@ -1,4 +1,4 @@
-"""The frozen base LM theta_base under a modulation: loss, and greedy, sampled and beam search, also as an ensemble."""
+"""The frozen base LM theta_base under a modulation: loss, and greedy and sampled decoding, also as an ensemble."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
 from mac_rag.config import BaseLMConfig, ModulationConfig, PromptFormat
-from mac_rag.errors import ConfigError, ModelLoadError
+from mac_rag.errors import ModelLoadError
 from mac_rag.lm.architectures import architecture_of
 from mac_rag.lm.batching import pad_rows
 from mac_rag.lm.chat import prompt_encoder
@@ -235,51 +235,23 @@ class BaseLM(nn.Module):
         modulation: Modulation | None,
         *,
         max_new_tokens: int,
-        num_beams: int = 1,
         weights: Sequence[float] | None = None,
         sampling: Sampling = GREEDY,
         sources: Sequence[Sequence[SpanSource]] | None = None,
     ) -> list[str]:
-        """Answers a batch of prompts, greedily, with beams, or by sampling.
+        """Answers a batch of prompts, greedily or by sampling.
 
         Args:
             prompts: token ids of B rows.
             modulation: modulation of B rows; None for the LM alone.
             max_new_tokens: largest number of tokens of an answer.
-            num_beams: number of beams of beam search, which allows no sampling; 1 for no beam search.
             weights: memory weight of each row for max-rule ensemble decoding (see `MaxRuleEnsemble`); None decodes with
                 the modulation only.
             sampling: how tokens are chosen, and which strings end an answer early.
             sources: for each row the texts that its answer may copy (see `ExtractiveDecoding`); None for free answers.
-
-        Raises:
-            ConfigError: for beams and sampling together.
         """
-        count = len(prompts)
-        if num_beams == 1:
-            steps = self._decode(prompts, modulation, weights, sampling, sources)
-            return self._answers(steps, count, max_new_tokens, sampling)
-        if sampling != GREEDY:
-            raise ConfigError(f"num_beams is {num_beams}, but beam search takes no {sampling}; set num_beams to 1")
-        if modulation is not None and modulation.next_positions is not None:
-            raise ConfigError(f"num_beams is {num_beams}, but documents in parallel take no beams; set num_beams to 1")
-        prompts, modulation, ensemble = _with_and_without(prompts, modulation, weights)
-        ids, mask, positions, segment_ids = self._padded(prompts, modulation)
-        extractive = self._extractive(sources, ids.shape[1], modulation, ensemble)
-        with attached(modulation, self.model):
-            output = self.model.generate(
-                input_ids=ids,
-                attention_mask=mask,
-                past_key_values=self._cache(modulation, num_beams),
-                **self._in_segments(positions, segment_ids),
-                max_new_tokens=max_new_tokens,
-                num_beams=num_beams,
-                do_sample=False,
-                logits_processor=[part for part in (self._abstaining(ids.shape[1]), extractive, ensemble) if part],
-                pad_token_id=self.tokenizer.pad_token_id,
-                eos_token_id=self.end_tokens,
-            )
-        return [text.strip() for text in self._decoded(output[:count, ids.shape[1] :])]
+        steps = self._decode(prompts, modulation, weights, sampling, sources)
+        return self._answers(steps, len(prompts), max_new_tokens, sampling)
 
     @torch.no_grad()
     def generate_each(
@@ -493,9 +465,9 @@ class BaseLM(nn.Module):
                 **segments,
             )
 
-    def _cache(self, modulation: Modulation | None, repeats: int = 1) -> DynamicCache | None:
+    def _cache(self, modulation: Modulation | None) -> DynamicCache | None:
         """The prefix of a modulation, each layer's part on the device where the layer runs; None without a prefix."""
-        cache: Any = modulation.cache(self.dtype, repeats) if modulation else None
+        cache: Any = modulation.cache(self.dtype) if modulation else None
         if cache is not None:
             for entry, layer in zip(cache.layers, list_of_layers(self.model)[1], strict=True):
                 entry.keys, entry.values = (part.to(device_of(layer)) for part in (entry.keys, entry.values))
@@ -542,11 +514,6 @@ class BaseLM(nn.Module):
             positions = _in_front(front_positions, positions)
             segments = _in_front(torch.tensor(slots, device=self.device), segments)
         return ids, mask, positions, segments
-
-    def _in_segments(self, positions: Tensor, segment_ids: Tensor) -> dict[str, Tensor]:
-        """Arguments of the LM's `generate` for segments and positions; empty for an LM that takes no segments."""
-        segments = self.architecture.segment_arguments(segment_ids)
-        return {**segments, "position_ids": positions} if segments else {}
 
     def _padded_prompts(self, values: Sequence[Sequence[int]], answer_lengths: Sequence[int], ids: Tensor) -> Tensor:
         """One value for each prompt token, and 0 for padding and answers: `[B, L]`, aligned with the ids.

@@ -50,7 +50,7 @@ def checkpoint(model_folder: Folder, tmp_path_factory: pytest.TempPathFactory) -
 
 
 def answers(model: MACModel) -> list[Any]:
-    """What a model says in each way of asking: greedy, beams, streamed, an ensemble, alone, and its losses."""
+    """What a model says in each way of asking: greedy, streamed, an ensemble, alone, and its losses."""
     phi = model.aggregate(QUESTIONS, model.amortize(TEXTS))
     contexts = [TEXTS[:1], TEXTS]
     fitted = [model.fit_to_window(question, TEXTS[:1]) for question in QUESTIONS]
@@ -60,7 +60,6 @@ def answers(model: MACModel) -> list[Any]:
     return [
         model.generate(QUESTIONS, modulation=phi),
         model.generate(QUESTIONS, contexts, modulation=phi),
-        model.generate(QUESTIONS, contexts, modulation=phi, num_beams=3),
         ["".join(model.stream(QUESTIONS[1], TEXTS, modulation=phi[1:]))],
         model.generate_each(fitted, phi, [0.0, 0.5, 1.0]),
         model.generate(QUESTIONS),
