@@ -251,43 +251,7 @@ class BaseLM(nn.Module):
             sources: for each row the texts that its answer may copy (see `ExtractiveDecoding`); None for free answers.
         """
         steps = self._decode(prompts, modulation, weights, sampling, sources)
-        return self._answers(steps, len(prompts), max_new_tokens, sampling)
-
-    @torch.no_grad()
-    def generate_each(
-        self,
-        prompts: Sequence[Sequence[int]],
-        modulation: Modulation,
-        *,
-        max_new_tokens: int,
-        weights: Sequence[float],
-        sources: Sequence[Sequence[SpanSource]] | None = None,
-    ) -> list[list[str]]:
-        """Answers a batch of prompts greedily at each of several memory weights; all weights share the prompts' cache.
-
-        Args:
-            prompts: token ids of B rows.
-            modulation: modulation of B rows.
-            max_new_tokens: largest number of tokens of an answer.
-            weights: memory weights, from 0 (the LM alone) to 1 (see `MaxRuleEnsemble`).
-            sources: as for `generate`.
-
-        Returns:
-            For each weight B answers, equal to those of `generate` at this weight.
-        """
-        rows = len(prompts) * len(weights)
-        steps = self._decode(prompts, modulation, list(weights) * len(prompts), sources=sources, copies=len(weights))
-        texts = self._answers(steps, rows, max_new_tokens)
-        return [texts[first :: len(weights)] for first in range(len(weights))]
-
-    def _answers(
-        self,
-        steps: Generator[Tensor, Tensor | None, None],
-        rows: int,
-        max_new_tokens: int,
-        sampling: Sampling = GREEDY,
-    ) -> list[str]:
-        """Answers from the steps of `_decode`; only the first `rows` rows of each step count."""
+        rows = len(prompts)  # an ensemble's steps have twice as many, in two equal halves
         ended = torch.zeros(rows, dtype=torch.bool, device=self.device)
         live = torch.arange(rows, device=self.device)  # rows that the steps still decode
         kept: Tensor | None = None
@@ -358,23 +322,20 @@ class BaseLM(nn.Module):
         weights: Sequence[float] | None,
         sampling: Sampling = GREEDY,
         sources: Sequence[Sequence[SpanSource]] | None = None,
-        copies: int = 1,
     ) -> Generator[Tensor, Tensor | None, None]:
         """Unbounded decoding: yields the next tokens `[B]`, or `[2B]` if decoding with and without memory.
 
-        The halves of `[2B]` are equal. B counts all copies. To continue with a subset of the rows, send a tensor of
-        their indices, below B; all other rows end.
+        The halves of `[2B]` are equal. To continue with a subset of the rows, send a tensor of their indices, below B;
+        all other rows end.
 
         Args:
             prompts: token ids of the rows.
             modulation: modulation of the rows; None for the LM alone.
-            weights: memory weights as for `generate`, one for each copy of each row.
+            weights: memory weights as for `generate`.
             sampling: how tokens are chosen.
-            sources: as for `generate`, one entry for each row, not for each copy.
-            copies: number of copies of each row, one after another. They share the pass over the prompt.
+            sources: as for `generate`.
         """
-        rows = len(prompts)
-        choose = TokenChoice(sampling, rows * copies)
+        choose = TokenChoice(sampling, len(prompts))
         prompts, modulation, ensemble = _with_and_without(prompts, modulation, weights)
         ids, mask, positions, segment_ids = self._padded(prompts, modulation)
         cache = self._cache(modulation)
@@ -385,13 +346,6 @@ class BaseLM(nn.Module):
         while True:
             output = self._read(ids, mask, positions, cache, modulation, segments)
             cache, logits = growing(output.past_key_values), output.logits[:, -1]
-            if copies > 1:
-                places = torch.arange(len(ids), device=self.device).repeat_interleave(copies)
-                cache.reorder_cache(places)  # every kind of cache layer supports this
-                logits, mask, positions, written = (part[places] for part in (logits, mask, positions, written))
-                modulation = modulation and modulation.after_cache(places[: rows * copies])
-                extractive = extractive and extractive.of(places[: rows * copies])
-                copies = 1
             for processor in (abstaining, extractive, ensemble):
                 if processor:
                     logits = processor(written, logits)
@@ -404,7 +358,7 @@ class BaseLM(nn.Module):
                 if ensemble:
                     ensemble = ensemble.of(kept)
                     kept = torch.cat([kept, kept + len(tokens) // 2])
-                cache.reorder_cache(kept)
+                cache.reorder_cache(kept)  # every kind of cache layer supports this
                 tokens, mask, positions, written = (part[kept] for part in (tokens, mask, positions, written))
             ids = tokens[:, None]
             written = torch.cat([written, ids], 1)

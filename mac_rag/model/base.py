@@ -456,34 +456,6 @@ class MACModel(nn.Module, ABC):
         return answers
 
     @torch.no_grad()
-    def generate_each(
-        self, prompts: Sequence[FittedPrompt], modulation: Phi, weights: Sequence[float]
-    ) -> list[list[str]]:
-        """Greedy answers after documents at each of several memory weights; all weights share the prompts' cache.
-
-        Args:
-            prompts: B questions, each after at least one document.
-            modulation: phi* `[B, T, D]`.
-            weights: values of lambda (see `mac_rag.lm.decoding`), from 0 (the frozen LM alone) to 1.
-
-        Returns:
-            B answers for each weight.
-        """
-        answers = [[""] * len(prompts) for _ in weights]
-        for rows in self._batches(prompts, modulation):
-            each = self.base_lm.generate_each(
-                [prompts[i].ids for i in rows],
-                self._modulation(modulation[rows]),
-                max_new_tokens=self.config.max_new_tokens,
-                weights=weights,
-                sources=self.span_sources([prompts[i] for i in rows]),
-            )
-            for at_weight, texts in zip(answers, each, strict=True):
-                for i, text in zip(rows, texts, strict=True):
-                    at_weight[i] = text
-        return answers
-
-    @torch.no_grad()
     def score_answers(
         self, prompts: Sequence[FittedPrompt], answers: Sequence[str], *, modulation: Phi | None = None
     ) -> tuple[Tensor, Tensor]:

@@ -164,8 +164,7 @@ def test_every_end_token_of_the_generation_config_ends_an_answer(tiny_model: MAC
 
     lm.model.generation_config.eos_token_id = list(range(len(lm.tokenizer)))
     silent = BaseLM(lm.model, lm.tokenizer, lm.prompts.format)
-    assert lm.generate_each([prompt], modulation, max_new_tokens=8, weights=[1.0]) != [[""]]
-    assert silent.generate_each([prompt], modulation, max_new_tokens=8, weights=[1.0]) == [[""]]
+    assert lm.generate([prompt], modulation, max_new_tokens=8) != [""]
     assert silent.generate([prompt], modulation, max_new_tokens=8) == [""]
 
 
@@ -384,19 +383,6 @@ def test_extractive_generation_and_streaming_are_the_plain_loop(model_folder: Fo
             assert "".join(pieces) == expected[i]
 
 
-def test_extractive_answers_at_several_weights_are_those_at_one(model_folder: Folder) -> None:
-    lm, network, phi = modulated_lm(model_folder("llama"), "prefix")
-    with torch.no_grad():
-        each = lm.generate_each(PROMPTS, network(phi), max_new_tokens=8, weights=[0.0, 0.5, 1.0], sources=SPANS)
-        expected = [
-            lm.generate(PROMPTS, None, max_new_tokens=8, sources=SPANS),
-            lm.generate(PROMPTS, network(phi), max_new_tokens=8, weights=[0.5] * 3, sources=SPANS),
-            lm.generate(PROMPTS, network(phi), max_new_tokens=8, sources=SPANS),
-        ]
-    assert each == expected
-    assert expected[0] != expected[2]
-
-
 def test_spans_are_whole_words(model_folder: Folder) -> None:
     lm, _, _ = modulated_lm(model_folder("llama"), "prefix")
     tokenizer = lm.prompts.texts
@@ -437,9 +423,7 @@ def test_a_model_answers_with_spans_of_its_documents_or_fixed_answers(tiny_model
     for i in range(3):
         assert "".join(tiny_model.stream(questions[i], contexts[i])) == answers[i]
     phi = torch.randn(3, tiny_model.config.tokens, tiny_model.base_lm.width)
-    prompts = [tiny_model.fit_to_window(question, texts) for question, texts in zip(questions, contexts)]
-    alone = tiny_model.generate_each(prompts[:2], phi[:2], [0.0])[0]
-    assert alone == answers[:2]
+    assert tiny_model.generate(questions[:2], contexts[:2], modulation=phi[:2], memory_weight=1e-6) == answers[:2]
 
 
 def test_text_tokenizers_of_wordpiece_begin_no_span_within_a_word() -> None:
