@@ -320,13 +320,12 @@ class AmortizedModel(MACModel, kind=checkpoint.AMORTIZED, config_class=MACConfig
         return projected if dates is None else replace(projected, dates=dates.to(self.device))
 
     @torch.no_grad()
-    def aggregate(self, questions: Sequence[str], bank: Tensor | BankView, *, mask: Tensor | None = None) -> Tensor:
+    def aggregate(self, questions: Sequence[str], bank: Tensor | BankView) -> Tensor:
         """phi* `[B, T, D]` of each question (equation 1).
 
         Args:
             questions: B texts.
             bank: memory tokens from `amortize`, or a view of them.
-            mask: `[B, K]`, True where a question may see a document.
 
         Raises:
             BankError: for an empty bank.
@@ -334,7 +333,7 @@ class AmortizedModel(MACModel, kind=checkpoint.AMORTIZED, config_class=MACConfig
         """
         view, encoded = self._view(bank), self._encode(questions)
         asked, look = self.asked(questions), self.look(questions)
-        phi: Tensor = self.aggregation(encoded, view, mask=mask, asked=asked, look=look)[0]
+        phi: Tensor = self.aggregation(encoded, view, asked=asked, look=look)[0]
         return phi
 
     @torch.no_grad()

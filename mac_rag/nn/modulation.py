@@ -254,10 +254,13 @@ class PrefixTuning(ModulationNetwork):
         return PrefixModulation(generated if self.sink is None else self.sink(generated))
 
 
+_LORA_ALPHA = 16.0
+
+
 class LoRA(ModulationNetwork):
     """LoRA generated for each question: each token of phi* gives one rank-one update of each changed linear layer.
 
-    The update of a layer of `n` inputs is `x -> scale / T * sum_t (x . a_t) / sqrt(n) b_t`. The map to `b` starts at
+    The update of a layer of `n` inputs is `x -> alpha / T * sum_t (x . a_t) / sqrt(n) b_t`. The map to `b` starts at
     zero, so an untrained network leaves the LM unchanged. The root gives `a` the initial size of LoRA's own; without
     it, training hardly moves.
 
@@ -266,17 +269,14 @@ class LoRA(ModulationNetwork):
         tokens: T, the rank.
         width: D.
         bottleneck: inner width of a two-layer map; None for one linear layer.
-        scale: LoRA's alpha.
     """
 
-    def __init__(
-        self, shape: LMShape, tokens: int, width: int, *, bottleneck: int | None = None, scale: float = 16.0
-    ) -> None:
+    def __init__(self, shape: LMShape, tokens: int, width: int, *, bottleneck: int | None = None) -> None:
         super().__init__()
         self.names = tuple(shape.linears)
         self.inputs = [shape.linears[name][0] for name in self.names]
         self.outputs = [shape.linears[name][1] for name in self.names]
-        self.scale = scale / tokens
+        self.scale = _LORA_ALPHA / tokens
         self.norm = nn.LayerNorm(width)
         self.to_a = _linear(width, bottleneck, sum(self.inputs))
         self.to_b = _linear(width, bottleneck, sum(self.outputs), zero=True)
