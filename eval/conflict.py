@@ -56,10 +56,10 @@ def main(
     from eval.harness.protocol import adapt, samples
     from mac_rag.data.types import QADataset
     from mac_rag.engine import MACEngine
-    from mac_rag.model import AmortizedModel
+    from mac_rag.model import MACModel
 
     groups = conflicts(dataset, setup.questions, seed)
-    loaded = AmortizedModel.from_pretrained(setup.model, device=device)
+    loaded = MACModel.from_pretrained(setup.model, device=device)
     engine = MACEngine(loaded)
     adaptation = adapt(engine, dataset.documents)
     rows: list[Row] = []

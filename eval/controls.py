@@ -36,6 +36,9 @@ def main(
     alone, with memory, and with the first document's text by the max rule. A row of memory is a document, or a chunk of
     a long one. Gains are over the memory, with 95 % intervals of the paired bootstrap.
 
+    A memory of the LM's own keys and values is compared with the same rows without their scores, with the row of the
+    first document and of the right one, and with the texts of these documents, of all that it reads, and BM25's first.
+
     An answer without an exact match is an error. The memory's errors are divided: either another document than the
     right one had most of the attention, or the right one was read wrong.
     """
@@ -45,17 +48,17 @@ def main(
     dataset, source = open_stream(data, split, documents, questions, seed=seed, scale="tiny")
     say(f"{len(dataset.documents):,} documents, {len(dataset.questions):,} questions, split {dataset.split}")
 
-    from eval.harness.controls import Controls, ask_controls
+    from eval.harness.controls import ask_controls, controls_of
     from eval.harness.kept_answers import answer_source
     from eval.harness.protocol import adapt, samples
     from mac_rag.engine import MACEngine
-    from mac_rag.model import AmortizedModel
+    from mac_rag.model import MACModel
 
     name = model_for(model, data)
-    loaded = AmortizedModel.from_pretrained(name, device=device)
+    loaded = MACModel.from_pretrained(name, device=device)
     engine = MACEngine(loaded)
     adaptation = adapt(engine, dataset.documents)
-    controls = Controls(engine, dataset, batch_size=batch_size)
+    controls = controls_of(engine, dataset, batch_size=batch_size)
     rows, verdicts = ask_controls(controls, answers, answer_source(loaded, dataset.documents), seed=seed)
     report(
         path,

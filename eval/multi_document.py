@@ -23,7 +23,7 @@ from mac_rag.cli.terminal import say
 if TYPE_CHECKING:
     from eval.harness.protocol import Outcome
     from eval.harness.results import Row
-    from mac_rag.data.newswire.multi_document import MultiDocumentStream
+    from mac_rag.data.types import QADataset
 
 
 def main(
@@ -58,8 +58,7 @@ def main(
 
     if split not in SPLITS:
         raise ConfigError(f"newswire has no split {split!r}; choose one of {', '.join(SPLITS)}")
-    stream = generate_multi_document(split, documents, seed=seed, questions_per_kind=questions)
-    dataset = stream.dataset
+    dataset = generate_multi_document(split, documents, seed=seed, questions_per_kind=questions)
     count = len(dataset.questions)
     if not count:
         raise ConfigError(f"--documents {documents} are too few for a question about several; give 30 or more")
@@ -86,7 +85,7 @@ def main(
         path,
         experiment="multi_document",
         options=context.params,
-        rows=rows_by_kind(outcome, stream, seed=seed),
+        rows=rows_by_kind(outcome, dataset, seed=seed),
         samples=outcome.samples,
         adaptation=outcome.adaptation,
         dataset=dataset,
@@ -94,7 +93,7 @@ def main(
     )
 
 
-def rows_by_kind(outcome: Outcome, stream: MultiDocumentStream, *, seed: int = 0) -> list[Row]:
+def rows_by_kind(outcome: Outcome, stream: QADataset, *, seed: int = 0) -> list[Row]:
     """The protocol's rows, each for the questions of each kind alone.
 
     Args:
@@ -116,7 +115,7 @@ def rows_by_kind(outcome: Outcome, stream: MultiDocumentStream, *, seed: int = 0
     for kind in (*KINDS, "all"):
         chosen = [
             (question, sample)
-            for question, sample in zip(stream.dataset.questions, outcome.samples, strict=True)
+            for question, sample in zip(stream.questions, outcome.samples, strict=True)
             if kind == "all" or question.id.startswith(f"{kind}-")
         ]
         if not chosen:
@@ -125,7 +124,7 @@ def rows_by_kind(outcome: Outcome, stream: MultiDocumentStream, *, seed: int = 0
         without = ""
         for whole in outcome.rows:
             verdicts = [sample.rows[whole.name] for _, sample in chosen]
-            row = summarize(f"{kind}: {whole.name}", questions, verdicts, len(stream.dataset.documents), whole.k, 0.0)
+            row = summarize(f"{kind}: {whole.name}", questions, verdicts, len(stream.documents), whole.k, 0.0)
             gain = None
             measures: dict[str, float] = {}
             if whole.gain is None:
@@ -139,7 +138,7 @@ def rows_by_kind(outcome: Outcome, stream: MultiDocumentStream, *, seed: int = 0
             update: dict[str, Any] = {"gain": gain, "seconds": None, "measures": measures, "settings": {"kind": kind}}
             if whole.k is not None:
                 found = [verdict.retrieved for verdict in verdicts]
-                update["recall_at_k"] = all_retrieved(found, [stream.evidence[question.id] for question in questions])
+                update["recall_at_k"] = all_retrieved(found, [(q.gold, *q.further_ids) for q in questions])
             rows.append(row.model_copy(update=update))
     return rows
 

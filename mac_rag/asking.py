@@ -390,8 +390,8 @@ def calibration_of(model: MACModel, mode: Mode) -> Logistic:
 
 
 def mode_of(prompt: FittedPrompt) -> Mode:
-    """The way a prompt is answered: with documents in front, or from memory alone."""
-    return "documents" if prompt.contexts else "memory"
+    """The way a prompt is answered: with documents that were found for it, or from memory alone."""
+    return "documents" if prompt.contexts or prompt.read else "memory"
 
 
 def check_threshold(min_confidence: float | None) -> None:
@@ -450,7 +450,8 @@ def evidence_of(
     """Evidence about B answers, `[B, len(EVIDENCE)]` in float32 on the CPU.
 
     - `prior`: the document prior of the best row before the softmax and its scale: a cosine, plus the product of the
-      lexical vectors. Unlike attention, it is low if no document is about the question.
+      lexical vectors; for an LM's own keys and values, of the best document. Unlike attention, it is low if no document
+      is about the question.
     - `prior_odds`: the log-odds of that row's share of the prior: how far it is ahead of all others together.
     - `first_log_probability`: the log-probability of the answer's first token under the LM with memory.
     - `log_probability`: the mean log-probability of all tokens of the answer, the end token included.

@@ -146,9 +146,9 @@ class Trainer:
         rate = config.learning_rate * config.rate(self.step)
         for group in self.optimizer.param_groups:
             group["lr"] = rate * group.get("relative_rate", 1.0)
-        self.task.begin_step(self.step)
         if self._sharded is not None:
             self._sharded.begin_step()
+        self.task.begin_step(self.step)
         self.model.train()
         total: dict[str, Tensor] = {}
         for index in range(config.accumulate):

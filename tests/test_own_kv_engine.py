@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +19,12 @@ from mac_rag.bank.own_kv_reader import OwnKVReader
 from mac_rag.config import AttentionConfig, BaseLMConfig, BoundConfig
 from mac_rag.data.newswire.generate import generate
 from mac_rag.errors import BankError, ConfigError, FingerprintError
+from mac_rag.lm.base_lm import BaseLM
 from mac_rag.model import MACModel, OwnKVModel, ReadRow, ReadRows
+from mac_rag.model.calibration import EVIDENCE
 from mac_rag.retrieval import BM25Retriever
 from mac_rag.retrieval.base import Hit, Retriever
+from pipelines.tasks.calibrate import fit, guesses
 from tests.helpers import Folder
 
 STREAM = generate("train", 30)
@@ -64,6 +68,28 @@ def reading(engine: MACEngine) -> Iterator[OwnKVReader]:
     """The reader as it is during a question."""
     with engine._queue.turn(), engine._question():
         yield reader(engine)
+
+
+def test_confidence_is_fitted_stored_and_told(model: OwnKVModel, tmp_path: Path) -> None:
+    prompt = replace(model.config.prompt, abstention="I don't know")
+    lm = BaseLM(model.base_lm.model, model.base_lm.tokenizer, prompt)
+    knowing = OwnKVModel(model.config.model_copy(update={"prompt": prompt}), lm, None)
+    engine = MACEngine(knowing, retriever=BM25Retriever(), k=2)
+    found, evidence, mode = guesses(engine, STREAM, 20, seed=0, batch_size=4)
+    assert mode == "documents"
+    odds = evidence[:, EVIDENCE.index("answering_odds")]
+    assert len(set(odds.tolist())) > 10
+    found = [
+        replace(guess, right=place % 3 == 0) for place, guess in enumerate(found)
+    ]  # random weights are never right
+    knowing.calibration = fit(engine, found, evidence, mode, "newswire")
+    knowing.save_pretrained(tmp_path / "made")
+    again = MACEngine(MACModel.from_pretrained(tmp_path / "made", device="cpu"), retriever=BM25Retriever(), k=2)
+    again.adapt(DOCUMENTS)
+    first, second = (each.answer(QUESTIONS, min_confidence=0) for each in (engine, again))
+    assert [answer.confidence for answer in first] == pytest.approx([answer.confidence for answer in second], abs=1e-4)
+    with pytest.raises(ConfigError, match="from memory alone"):
+        again.answer(QUESTIONS, use_retriever=False, min_confidence=0)
 
 
 def test_memory_alone_is_all_documents_with_the_scores_of_bm25(model: OwnKVModel) -> None:

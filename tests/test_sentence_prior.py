@@ -43,6 +43,24 @@ def found(engine: MACEngine, question: str, allowed: set[str] | None = None) -> 
         return scores
 
 
+def test_evidence_is_the_best_score_and_the_odds_of_its_share(model: OwnKVModel) -> None:
+    engine = engine_of(model, DOCUMENTS)
+    allowed = {document.id for document in DOCUMENTS[:2]}
+    with reading(engine) as reader:
+        evidence = reader.prior_evidence(QUESTIONS)
+        few = reader.prior_evidence(QUESTIONS, allowed)
+        [alone] = reader.prior_evidence(QUESTIONS[:1], {DOCUMENTS[0].id}).tolist()
+    assert evidence is not None
+    assert few is not None
+    for row, question in zip(evidence.tolist(), QUESTIONS, strict=True):
+        scores = np.array(list(found(engine, question).values()))
+        shares = np.exp(model.config.bias_scale * (scores - scores.max()))
+        share = shares.max() / shares.sum()
+        assert row == pytest.approx([scores.max(), np.log(share / (1 - share + 1e-3))], rel=1e-3)
+    assert (few[:, 0] <= evidence[:, 0] + 1e-4).all()
+    assert alone[1] == 0
+
+
 def test_scores_are_those_of_bm25_and_of_the_encoder(model: OwnKVModel) -> None:
     """Against the plain way, in float64."""
     engine = engine_of(model, DOCUMENTS)

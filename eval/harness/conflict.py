@@ -241,8 +241,8 @@ def measure(
     newest, shuffled = newest_only(dataset), with_shuffled_dates(dataset.documents, seed)
     kind = cases[0].kind
     model = engine.model
-    assert isinstance(model, AmortizedModel)
-    recency = model.aggregation.recency is not None
+    recency = isinstance(model, AmortizedModel) and model.aggregation.recency is not None
+    without_recency = model.without_recency if isinstance(model, AmortizedModel) else nullcontext
     measured: list[tuple[Row, list[Verdict]]] = []
     without: dict[str, dict[str, list[float]]] = {}  # figures of each question, by the document before it
     for condition in _conditions(kind, recency):
@@ -252,7 +252,7 @@ def measure(
         if condition.dates == "shuffled":
             engine.adapt(shuffled)
         began = time.perf_counter()
-        with model.without_recency() if condition.dates == "unused" else nullcontext():
+        with without_recency() if condition.dates == "unused" else nullcontext():
             answers = _answers(engine, asked, condition, newest, batch_size)
         seconds = time.perf_counter() - began
         if condition.dates == "shuffled":

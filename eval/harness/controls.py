@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -52,7 +51,7 @@ class Control:
     k: int | None = None
 
 
-class Controls:
+class Controls(ABC):
     """The controls of one stream and one engine, which has adapted to it and has no retriever.
 
     Attributes:
@@ -60,20 +59,116 @@ class Controls:
     """
 
     def __init__(self, engine: MACEngine, dataset: QADataset, *, batch_size: int = 32) -> None:
-        assert isinstance(engine.model, AmortizedModel)
         self.engine = engine
-        self.model = engine.model
         self.dataset = dataset
         self.batch_size = batch_size
         self.not_run: dict[str, str] = {}
         self._questions = [question.question for question in dataset.questions]
         self._texts = {document.id: document.text for document in dataset.documents}
+
+    @abstractmethod
+    def all(self) -> Iterator[Control]:
+        """All controls; the memory itself comes first."""
+
+    def attending(self) -> MACEngine:
+        """An engine that tells which document has most of a question's attention."""
+        return self.engine
+
+    def _right(self, *names: str) -> list[str] | None:
+        """The right document of each question; None if the stream does not hold one, and then `names` are not run."""
+        gold = [question.document_id for question in self.dataset.questions]
+        known = [document_id for document_id in gold if document_id in self._texts]
+        if len(known) == len(gold):
+            return known
+        reason = f"{len(gold) - len(known)} of {len(gold)} questions name no document of the stream"
+        self.not_run |= dict.fromkeys(names, reason)
+        return None
+
+    def _retrieved(self) -> list[Documents]:
+        """BM25's first document for each question; none for a question that shares no word with any."""
+        retriever = BM25Retriever()
+        retriever.add(self.dataset.documents)
+        return [tuple(hit.document_id for hit in hits) for hits in retriever.retrieve(self._questions, 1)]
+
+    def _text(
+        self, name: str, documents: Sequence[Documents], *, k: int | None = 1, use_memory: bool = False
+    ) -> Control:
+        """The LM reads texts of documents, with or without the memory."""
+
+        def answer(numbers: Sequence[int]) -> list[str]:
+            prompts = [self._fitted(number, documents[number]) for number in numbers]
+            return self._asked(prompts, use_memory=use_memory)
+
+        return Control(name, answer, documents, k)
+
+    def _from_memory(self, numbers: Sequence[int]) -> list[str]:
+        return self._asked([self._fitted(number) for number in numbers], use_memory=True)
+
+    def _asked(self, prompts: Sequence[FittedPrompt], *, use_memory: bool) -> list[str]:
+        answers = self.engine.answer(prompts, use_memory=use_memory, batch_size=self.batch_size)
+        return [answer.text for answer in answers]
+
+    def _fitted(self, number: int, document_ids: Sequence[str] = ()) -> FittedPrompt:
+        """The prompt of a question after documents, truncated to fit."""
+        texts = [self._texts[document_id] for document_id in document_ids]
+        return self.engine.model.fit_to_window(self._questions[number], texts, overflow="truncate")
+
+
+class OwnKVControls(Controls):
+    """The controls of a memory of the LM's own keys and values."""
+
+    def all(self) -> Iterator[Control]:
+        everything: list[Documents] = [()] * len(self._questions)
+        yield Control(MEMORY, self._from_memory, everything)
+        read = self._read()
+        first = [documents[:1] for documents in read]
+        yield self._rows("memory, scores off", read, None)
+        yield self._rows("first document's row", first, 1)
+        names = "right document's row", "right document's text"
+        if (right := self._right(*names)) is not None:
+            known: list[Documents] = [(document_id,) for document_id in right]
+            yield self._rows(names[0], known, 1)
+            yield self._text(names[1], known)
+        yield self._text("texts of the documents in memory", read, k=None)
+        yield self._text("first document's text", first)
+        yield self._text("BM25's first text", self._retrieved())
+
+    def _read(self) -> list[Documents]:
+        """The documents that the memory reads for each question, the one with most attention first."""
+        found: list[Documents] = []
+        with progress_bar("rank", len(self._questions)) as bar:
+            for start in range(0, len(self._questions), _QUESTIONS):
+                batch = self._questions[start : start + _QUESTIONS]
+                ids, mass = self.engine.document_attention(batch)
+                for shares in mass:
+                    places = shares.argsort(descending=True, stable=True).tolist()
+                    found.append(tuple(ids[place] for place in places if shares[place] > 0))
+                bar.advance(len(batch))
+        return found
+
+    def _rows(self, name: str, documents: Sequence[Documents], k: int | None) -> Control:
+        """The LM reads rows of documents, all alike."""
+
+        def answer(numbers: Sequence[int]) -> list[str]:
+            reads = [tuple((document_id, 0.0) for document_id in documents[number]) for number in numbers]
+            prompts = [replace(self._fitted(number), read=read) for number, read in zip(numbers, reads, strict=True)]
+            return self._asked(prompts, use_memory=True)
+
+        return Control(name, answer, documents, k)
+
+
+class AmortizedControls(Controls):
+    """The controls of a memory of amortized contexts."""
+
+    def __init__(self, engine: MACEngine, dataset: QADataset, *, batch_size: int = 32) -> None:
+        super().__init__(engine, dataset, batch_size=batch_size)
+        assert isinstance(engine.model, AmortizedModel)
+        self.model = engine.model
         self._ranked = RankedRows(engine, self._questions)
 
     def all(self) -> Iterator[Control]:
-        """All controls; the memory itself comes first."""
         everything: list[Documents] = [()] * len(self._questions)
-        yield Control(MEMORY, partial(self._from_memory, use_prior=True), everything)
+        yield Control(MEMORY, self._from_memory, everything)
         first = self._ranked.best(1)
         yield self._tokens("first row's tokens", first, 1)
         name = f"first {SIDE_BY_SIDE} rows' tokens side by side"
@@ -92,21 +187,22 @@ class Controls:
         yield Control("both texts, max rule", self._from_two_texts(both), both, 2)
         # The slowest comes last: without the prior no row of the bank can be skipped.
         if self.model.aggregation.prior is not None:
-            yield Control("memory, prior off", partial(self._from_memory, use_prior=False), everything)
+            yield Control("memory, prior off", self._without_prior, everything)
         else:
             self.not_run["memory, prior off"] = "the model has no document prior"
 
     def _of_right_documents(self) -> Iterator[Control]:
         """Oracles: controls that know the document of each question."""
-        gold = [question.document_id for question in self.dataset.questions]
-        known = [document_id for document_id in gold if document_id in self._texts]
         names = "right document's tokens", "right document's text"
-        if len(known) < len(gold):
-            reason = f"{len(gold) - len(known)} of {len(gold)} questions name no document of the stream"
-            self.not_run |= dict.fromkeys(names, reason)
-            return
-        yield self._tokens(names[0], self._ranked.best_of(known), 1)
-        yield self._text(names[1], [(document_id,) for document_id in known])
+        if (right := self._right(*names)) is not None:
+            yield self._tokens(names[0], self._ranked.best_of(right), 1)
+            yield self._text(names[1], [(document_id,) for document_id in right])
+
+    def attending(self) -> MACEngine:
+        if self.model.aggregation.prior is None:
+            return self.engine
+        preselected = AttentionConfig(strategy="preselect", preselected=_PRESELECTED)
+        return MACEngine(self.model, self.engine.bank, attention=preselected)
 
     def _against_side_by_side(self) -> str | None:
         """The reason why the LM cannot read several rows of memory tokens side by side; None if it can."""
@@ -123,12 +219,6 @@ class Controls:
         """The documents of rows, each once, in the order of the rows."""
         return [tuple(dict.fromkeys(self._ranked.owners[row] for row in some)) for some in rows]
 
-    def _retrieved(self) -> list[Documents]:
-        """BM25's first document for each question; none for a question that shares no word with any."""
-        retriever = BM25Retriever()
-        retriever.add(self.dataset.documents)
-        return [tuple(hit.document_id for hit in hits) for hits in retriever.retrieve(self._questions, 1)]
-
     def _tokens(self, name: str, rows: Sequence[Sequence[int]], k: int) -> Control:
         """The LM reads memory tokens of some rows in place of phi*, without any aggregation."""
 
@@ -139,18 +229,9 @@ class Controls:
 
         return Control(name, answer, self._owners(rows), k)
 
-    def _text(self, name: str, documents: Sequence[Documents], *, use_memory: bool = False) -> Control:
-        """The LM reads texts of documents, with or without the memory."""
-
-        def answer(numbers: Sequence[int]) -> list[str]:
-            prompts = [self._fitted(number, documents[number]) for number in numbers]
-            return self._asked(prompts, use_memory=use_memory)
-
-        return Control(name, answer, documents, 1)
-
-    def _from_memory(self, numbers: Sequence[int], *, use_prior: bool) -> list[str]:
-        with nullcontext() if use_prior else self.model.without_document_prior():
-            return self._asked([self._fitted(number) for number in numbers], use_memory=True)
+    def _without_prior(self, numbers: Sequence[int]) -> list[str]:
+        with self.model.without_document_prior():
+            return self._from_memory(numbers)
 
     def _from_two_texts(self, documents: Sequence[Documents]) -> Callable[[Sequence[int]], list[str]]:
         """The max rule over the first and the last of some documents, without memory."""
@@ -164,14 +245,11 @@ class Controls:
 
         return answer
 
-    def _asked(self, prompts: Sequence[FittedPrompt], *, use_memory: bool) -> list[str]:
-        answers = self.engine.answer(prompts, use_memory=use_memory, batch_size=self.batch_size)
-        return [answer.text for answer in answers]
 
-    def _fitted(self, number: int, document_ids: Sequence[str] = ()) -> FittedPrompt:
-        """The prompt of a question after documents, truncated to fit."""
-        texts = [self._texts[document_id] for document_id in document_ids]
-        return self.model.fit_to_window(self._questions[number], texts, overflow="truncate")
+def controls_of(engine: MACEngine, dataset: QADataset, *, batch_size: int = 32) -> Controls:
+    """The controls of an engine's kind of memory."""
+    kind = AmortizedControls if isinstance(engine.model, AmortizedModel) else OwnKVControls
+    return kind(engine, dataset, batch_size=batch_size)
 
 
 def ask_controls(
@@ -235,11 +313,7 @@ def _answers(controls: Controls, control: Control, kept: KeptAnswers) -> tuple[l
 
 def _attended(controls: Controls, kept: KeptAnswers) -> list[str]:
     """Id of the document with most of each question's attention."""
-    engine = controls.engine
-    if controls.model.aggregation.prior is not None:
-        engine = MACEngine(
-            controls.model, engine.bank, attention=AttentionConfig(strategy="preselect", preselected=_PRESELECTED)
-        )
+    engine = controls.attending()
 
     def answer(numbers: Sequence[int]) -> list[str]:
         ids, mass = engine.document_attention([controls.dataset.questions[number].question for number in numbers])

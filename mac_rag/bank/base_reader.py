@@ -328,7 +328,7 @@ class NetworkReader(Reader):
         found, rows = self._prior_summary(questions, self._visible(allowed))
         best, all_rows = found.unbind(1)
         share = (best - all_rows).exp().clamp(max=1.0)
-        odds = (share / (1 - share + _LEAST_REST)).log() if rows > 1 else torch.zeros_like(share)
+        odds = share_odds(share) if rows > 1 else torch.zeros_like(share)
         return torch.stack([best / prior.log_scale.exp(), odds], 1)
 
     def _encoded(self, questions: Sequence[str], ids: Mapping[str, Sequence[int]]) -> MemoryTokens:
@@ -336,6 +336,11 @@ class NetworkReader(Reader):
         rows = [ids.get(question) or encoder.ids(question) for question in questions]
         encoded: MemoryTokens = encoder(rows, last_states_without_gradients)
         return encoded
+
+
+def share_odds(share: Tensor) -> Tensor:
+    """The log-odds of the best row's share of the prior, finite for a share of 1."""
+    return (share / (1 - share + _LEAST_REST)).log()
 
 
 class RecentQuestions:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from mac_rag.bank.bank import Contents
-from mac_rag.bank.base_reader import Aggregated, Reader
+from mac_rag.bank.base_reader import Aggregated, Reader, share_odds
 from mac_rag.bank.database import PART_BITS
 from mac_rag.bank.interface import BankContents
 from mac_rag.bank.sentence_keys import SentenceKeys
@@ -110,8 +110,16 @@ class OwnKVReader(Reader):
         unseen = [_unseen(*each) for each in zip(candidates, chosen, strict=True)]
         return Aggregated(phi, torch.tensor(unseen), mass=self._mass(chosen) if mass else None)
 
-    def prior_evidence(self, questions: Sequence[str], allowed: Container[str] | None = None) -> None:
-        return None
+    @torch.no_grad()
+    def prior_evidence(self, questions: Sequence[str], allowed: Container[str] | None = None) -> Tensor:
+        self._visible(allowed)
+        best = torch.zeros(len(questions), 2)
+        for row, scores in zip(best, self._probable(questions, allowed), strict=True):
+            if scores:
+                found = torch.tensor(list(scores.values()))
+                share = (self._own.config.bias_scale * found).softmax(0).max()
+                row[0], row[1] = found.max(), share_odds(share) if len(found) > 1 else 0.0
+        return best
 
     def apart(
         self, hits: Sequence[Hit], allowed: Container[str] | None = None, *, scored: bool = False

@@ -367,8 +367,13 @@ class BaseLM(nn.Module):
             segments = {}
 
     def _abstaining(self, prompt_length: int) -> AbstainByMajority | None:
-        """Decides when the LM may abstain after padded prompts of this length; None if it has not learned to."""
-        return None if self.abstention is None else AbstainByMajority(self.abstention, prompt_length)
+        """Decides when the LM may abstain after padded prompts of this length; None if it has not learned to.
+
+        None for a chat, too, where answers begin in as few ways as abstentions.
+        """
+        if self.abstention is None or self.prompts.format.chat:
+            return None
+        return AbstainByMajority(self.abstention, prompt_length)
 
     @cached_property
     def abstention(self) -> list[int] | None:

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 from torch.nn import functional
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -109,7 +110,7 @@ class BlockAttentionLM:
         places = [*range(start), *(start + place for length in lengths for place in range(length))]
         blocks = _DocumentBlocks(start, lengths, device)
         self._check_reach(max(places) + 1)
-        self.lm.base_model(
+        last = self.lm.base_model(
             input_ids=torch.tensor([ids], device=device),
             position_ids=torch.tensor([places], device=device),
             attention_mask=_no_mask(device),
@@ -117,6 +118,10 @@ class BlockAttentionLM:
             blocks=blocks,
         )
         keys, values = torch.cat(blocks.keys), torch.cat(blocks.values)  # [layers, kv_heads, P + L, head_width]
+        if isinstance(self.lm.base_model.layers[-1], FSDPModule):
+            # FSDP2 gathers a layer's weights for the backward pass when a gradient reaches the layer's output.
+            # Gradients of keys and values reach the outputs of all layers but the last.
+            values = values + 0 * last.last_hidden_state.sum()
         parts = keys.split([start, *lengths], 2)
         before = [self.rotation.inverse(part) for part in parts[1:]]
         return DocumentsKV(

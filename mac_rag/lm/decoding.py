@@ -145,12 +145,15 @@ _MAJORITY = 0.5
 def abstention_beginning(prompts: PromptEncoder) -> list[int] | None:
     """The abstention's tokens up to the first that distinguishes it from answers; None without an abstention.
 
-    Answers that begin with other letters may share its first token, for example a space.
+    Answers that begin with other letters may share its first token, for example a space. In a chat, where an answer may
+    be any sentence and many begin with "I", only all its tokens distinguish it.
     """
     text = prompts.format.abstention
     if text is None:
         return None
     ids = prompts.answer(text)
+    if prompts.format.chat:
+        return ids
     others = [prompts.answer(letter) for letter in ascii_letters if letter.lower() != text.lstrip()[:1].lower()]
     count = 1
     while count < len(ids) and any(other[:count] == ids[:count] for other in others):

@@ -14,6 +14,7 @@ adapter/             low-rank updates of the LM, if it was tuned (`pipelines.tun
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 import logging
@@ -198,7 +199,7 @@ class OwnKVModel(MACModel, kind="own-kv", config_class=OwnKVConfig):
             prompt=PromptFormat(chat=bool(tokenizer.chat_template)),
         )
         if folder is not None:
-            config = config.model_copy(update=_reading(folder) | {"adapter": True})
+            config = config.model_copy(update=_reading(folder, config.prompt) | {"adapter": True})
             _adapt(model, folder)
         base_lm = BaseLM(model.requires_grad_(False).eval(), tokenizer, config.prompt)
         # Longer texts of some LMs have other keys at the same positions, so rows could not be kept.
@@ -333,6 +334,8 @@ class OwnKVModel(MACModel, kind="own-kv", config_class=OwnKVConfig):
             {"format": checkpoint.FORMAT, "kind": self.kind, **self.config.model_dump(mode="json")}, indent=2
         )
         (place / checkpoint.CONFIG).write_text(text + "\n")
+        if self.calibration is not None and self.calibration.fingerprint == self.fingerprint:
+            self.calibration.write(place)
 
     @cached_property
     def fingerprint(self) -> str:
@@ -627,17 +630,17 @@ def _loaded(lm: str | Path | BaseLMConfig | tuple[Any, Any], device: torch.devic
     return config, *load_causal_lm(config, device, modulation="own-kv")
 
 
-def _reading(folder: Path) -> dict[str, Any]:
-    """What `pipelines.tune_reading` has written beside its updates.
+def _reading(folder: Path, prompt: PromptFormat) -> dict[str, Any]:
+    """What `pipelines.tune_reading` has written beside its updates; `prompt` is the format of an LM without them.
 
     Raises:
         ModelLoadError: if it is not there.
     """
     try:
         found = read_json(folder / READING, _LARGEST_CONFIG)
-        prompt = PromptFormat(chat=True, system=found["system"])
-        return {"turn": found["turn"], "bias_scale": found["bias_scale"], "prompt": prompt}
-    except (OSError, KeyError, TypeError, MACError) as error:
+        told = dataclasses.replace(prompt, system=found["system"], abstention=found["abstention"])
+        return {"turn": found["turn"], "bias_scale": found["bias_scale"], "prompt": told}
+    except (OSError, KeyError, TypeError, ValueError, MACError) as error:
         raise ModelLoadError(
             f"{folder} holds no {READING} of an adapter: {error}; give the folder best or last of a run of "
             "pipelines.tune_reading"

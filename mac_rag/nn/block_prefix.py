@@ -113,7 +113,7 @@ class BlockPrefix(Modulation):
 
         def additive(visible: Tensor) -> Tensor:
             # The lowest number and not -inf: a padding token that sees nothing must not become NaN.
-            return bias.masked_fill(~visible, torch.finfo(dtype).min).to(dtype)[:, None]
+            return bias.to(dtype).masked_fill(~visible, torch.finfo(dtype).min)[:, None]
 
         if not has_limited_layers(config):
             return additive(seen)

@@ -81,7 +81,7 @@ class PackMaker:
                     "trained on answers; leave it out, or let pipelines.self_study write some"
                 )
         self.data = data
-        self._config, self._abstention = config, abstention
+        self.config, self._abstention = config, abstention
         self._documents = {document.id: document for document in data.documents}
         self._about = data.questions_by_document()
         self._retriever = BM25Retriever()
@@ -89,7 +89,7 @@ class PackMaker:
 
     def make(self, question: Question, rng: random.Random) -> Pack:
         """A pack around a question: its best documents, and others that can be asked about them."""
-        config = self._config
+        config = self.config
         count = rng.choice(config.documents)
         [hits] = self._retriever.retrieve([question.question], _DEPTH)
         found = [self._documents[hit.document_id] for hit in hits]
@@ -99,18 +99,17 @@ class PackMaker:
         else:
             ranks = {document.id: rank for rank, document in enumerate(found, 1)}
             # More documents rather than the right one in the place of a better hit: as in use, its score is what it is.
-            count = max(count, ranks.get(question.gold, count))
-            documents = found[: min(count, max(config.documents))]
-            if all(document.id != question.gold for document in documents):
-                documents = [*documents[:-1], self._documents[question.gold]]
+            count = max(count, *(ranks.get(name, count) for name in needed(question)))
+            documents = self._with(question, found[: min(count, max(config.documents))])
             wanted = [question]
         if not documents:  # nothing was found but what answers
-            documents, wanted = [self._documents[question.gold]], [question]
+            documents, wanted = self._with(question, []), [question]
         present = {document.id for document in documents}
         about = [q for document in documents for q in self._about[document.id] if q is not question]
+        about = [q for q in about if needed(q) <= present]
         rng.shuffle(about)
         about.sort(key=lambda q: self._found_for(q, present))
-        vain = [q for document in found if document.id not in present for q in self._about[document.id]]
+        vain = [q for document in found for q in self._about[document.id] if not needed(q) <= present]
         vain = [q for q in vain if q is not question and not any(mentions(d.text, q.answers) for d in documents)]
         rng.shuffle(vain)
         for _ in range(config.questions - len(wanted)):
@@ -119,7 +118,7 @@ class PackMaker:
                 break
             wanted.append(source.pop())
         rng.shuffle(wanted)
-        answers = [q.answers[0] if q.gold in present else self._abstention for q in wanted]
+        answers = [q.answers[0] if needed(q) <= present else self._abstention for q in wanted]
         scores = self._retriever.scores([q.question for q in wanted], [document.id for document in documents])
         return Pack(documents, wanted, answers, scores)
 
@@ -132,17 +131,37 @@ class PackMaker:
         [hits] = self._retriever.retrieve([question.question], len(present))
         return sum(hit.document_id in present for hit in hits)
 
-    def best(self, question: Question, count: int) -> tuple[list[Document], list[float]]:
-        """The best documents for a question, and their scores."""
+    def best(self, question: Question, count: int, *, with_needed: bool = False) -> tuple[list[Document], list[float]]:
+        """The best documents for a question, the first ones if no word of it occurs in any, and their scores.
+
+        `with_needed` puts those that it needs in the places of the last ones.
+        """
         [hits] = self._retriever.retrieve([question.question], count)
-        return [self._documents[hit.document_id] for hit in hits], [hit.score for hit in hits]
+        found = [self._documents[hit.document_id] for hit in hits] or list(self.data.documents[:count])
+        documents = self._with(question, found) if with_needed else found
+        [scores] = self._retriever.scores([question.question], [document.id for document in documents])
+        return documents, scores
 
     def gold(self, question: Question) -> Document:
         """The document that answers a question."""
         return self._documents[question.gold]
 
+    def _with(self, question: Question, found: list[Document]) -> list[Document]:
+        """At least the documents that a question needs; those that were not found take the places of the last ones."""
+        missing = needed(question) - {document.id for document in found}
+        others = [document for document in found if document.id not in needed(question)]
+        left_out = {document.id for document in others[max(0, len(others) - len(missing)) :]}
+        kept = [document for document in found if document.id not in left_out]
+        return [*kept, *(self._documents[name] for name in sorted(missing))]
+
     def _without(self, question: Question, found: Sequence[Document]) -> list[Document]:
+        """Documents that do not answer a question; of several that it needs, the last is left out."""
         return [d for d in found if d.id != question.gold and not mentions(d.text, question.answers)]
+
+
+def needed(question: Question) -> set[str]:
+    """The ids of all documents that a question needs."""
+    return {question.gold, *question.further_ids}
 
 
 def joined_documents(data: QADataset, prompt: BlockPrompt, config: PackConfig, *, seed: int) -> QADataset:
@@ -165,5 +184,8 @@ def joined_documents(data: QADataset, prompt: BlockPrompt, config: PackConfig, *
             documents.append(document)
             place[document.id] = document.id
             used = length
-    questions = [dataclasses.replace(question, document_id=place[question.gold]) for question in data.questions]
+    questions = [
+        dataclasses.replace(q, document_id=place[q.gold], further_ids=tuple(place[name] for name in q.further_ids))
+        for q in data.questions
+    ]
     return dataclasses.replace(data, documents=tuple(documents), questions=tuple(questions))

@@ -28,14 +28,17 @@ from mac_rag.data import load_dataset
 from mac_rag.data.characters import shown_id
 from mac_rag.data.metrics import normalize
 from mac_rag.data.newswire.generate import generate
+from mac_rag.data.newswire.multi_document import generate_multi_document
 from mac_rag.data.types import Document, QADataset, Question
 from mac_rag.errors import ConfigError, DataError
 from mac_rag.lm.fetched import cache_folder
 from mac_rag.progress import progress_bar
 from mac_rag.retrieval import BM25Retriever, DenseRetriever, HybridRetriever, Retriever
 from mac_rag.retrieval.registry import check_name, make_retriever, needs_folder
+from pipelines.corpora.continuations import read_continuations
 
 _BATCH = 256  # questions retrieved in one call
+_MADE = ("multi-document", "continuations")  # data sets whose questions are made here
 _DEPTH = 6  # fewest documents retrieved: runs with the paper's k of 1, 3 and 5 then share them
 
 Rows = NDArray[np.int32]  # [questions, depth]: indices of documents, the best first; -1 for none
@@ -45,20 +48,24 @@ class DataConfig(Config):
     """Questions to train and validate on.
 
     Attributes:
-        name: `newswire` (generated), `squad`, `streamingqa`, `archivalqa`, `timeqa`, or `own` for files of your own.
+        name: `newswire` (generated), `multi-document` (newswire whose questions need several documents), `squad`,
+            `streamingqa`, `archivalqa`, `timeqa`, `own` for files of your own, or `continuations` for texts of your own
+            without questions.
         path: folder of the data set's files; newswire has none. For `own` also a file, or `hub:OWNER/NAME`.
         columns: only for `own`: names of the columns that hold our fields, if they differ, such as `{question: q}`; see
             `mac_rag.data.own.FIELDS`.
         train: the split for training, or several of one data set, joined in this order.
         val: the split for validation.
         unlike: a split whose questions are left out of the training.
-        documents: newswire documents to generate for training.
+        documents: newswire documents to generate for training; most texts of `continuations`.
         validation_documents: number of documents in the validation stream.
         seed: random seed of the generated documents.
         update_rate: share of the newswire stories for training that a later document updates.
     """
 
-    name: Literal["newswire", "squad", "streamingqa", "archivalqa", "timeqa", "own"] = "newswire"
+    name: Literal[
+        "newswire", "multi-document", "squad", "streamingqa", "archivalqa", "timeqa", "own", "continuations"
+    ] = "newswire"
     path: str | None = None
     columns: dict[str, str] = Field(default_factory=dict)
     train: str | tuple[str, ...] = "train"
@@ -71,7 +78,7 @@ class DataConfig(Config):
 
     @model_validator(mode="after")
     def _has_files(self) -> Self:
-        if self.name != "newswire" and self.path is None:
+        if self.name not in ("newswire", "multi-document") and self.path is None:
             raise ValueError(f"path is missing: give the place of the files of {self.name}, --set data.path=FOLDER")
         return self
 
@@ -87,7 +94,8 @@ class DataConfig(Config):
                 "train", self.documents, seed=self.seed, questions_per_document=4, update_rate=self.update_rate
             )
         splits = (self.train,) if isinstance(self.train, str) else self.train
-        data = _usable(joined([self.load(split, unanswered=unanswered) for split in splits]))
+        most = self.documents if self.name in _MADE else None
+        data = _usable(joined([self.load(split, documents=most, unanswered=unanswered) for split in splits]))
         if self.unlike is None:
             return data
         held_out = {normalize(q.question) for q in self.load(self.unlike, unanswered=True).questions}
@@ -107,6 +115,12 @@ class DataConfig(Config):
 
     def load(self, split: str, *, documents: int | None = None, unanswered: bool = False) -> QADataset:
         """One split of the data set; see `load_dataset`."""
+        if self.name == "multi-document":
+            count = documents or self.documents
+            return generate_multi_document(split, count, seed=self.seed, questions_per_kind=count)
+        if self.name == "continuations":
+            assert self.path is not None
+            return read_continuations(self.path, split, documents=documents)
         return load_dataset(
             self.name, split, self.path, documents=documents, columns=self.columns, unanswered=unanswered
         )

@@ -9,6 +9,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -72,7 +73,8 @@ def guesses(
                     if engine.retriever is None
                     else engine.retriever.retrieve([question.question], engine.k, allowed=allowed)[0]
                 )
-                prompts.append(model.fit_to_window(question.question, [hit.text for hit in hits], overflow="truncate"))
+                write = partial(model.fit_to_window, question.question, overflow="truncate")
+                prompts.append(engine.fit(hits, write, allowed=allowed))
             answers = [answer.text for answer in engine.answer(prompts, allowed=allowed, batch_size=batch_size)]
             evidence.append(engine.evidence(prompts, answers, allowed=allowed))
             found += [

@@ -30,7 +30,7 @@ from mac_rag.nn.block_prefix import BlockPrefix
 from mac_rag.nn.codec import KVCodec
 from mac_rag.nn.dtypes import use_master_weights
 from mac_rag.untrusted_files import read_json
-from pipelines.corpora.packs import Pack, PackConfig, PackMaker, joined_documents
+from pipelines.corpora.packs import Pack, PackConfig, PackMaker, joined_documents, needed
 from pipelines.corpora.qa_data import DataConfig
 from pipelines.trainer import Task, TrainerConfig, shuffled
 
@@ -59,6 +59,20 @@ class CodecConfig(Config):
         return self
 
 
+class FurtherConfig(Config):
+    """Another data set that packs are made of.
+
+    Attributes:
+        share: share of the packs.
+        data: the data set.
+        packs: what they hold.
+    """
+
+    share: float = Field(gt=0, lt=1)
+    data: DataConfig
+    packs: PackConfig = PackConfig()
+
+
 class TuneReadingConfig(Config):
     """A recipe of `pipelines.tune_reading`.
 
@@ -70,6 +84,8 @@ class TuneReadingConfig(Config):
         abstention: the answer where the right document is absent.
         packs: documents and questions of a training sequence.
         codec: what documents pass through in training and validation; None for their keys and values as they are.
+        further: name -> other data sets, from which the rest of the packs is. Each validation gives the loss of the
+            answers to their questions, and F1 and EM, after the best documents, among them those that they need.
         distillation: weight of the LM itself as the teacher, from 0 to 1: the target of an answer's tokens is then what
             the LM without updates predicts after the right document's text. The rest of the weight, and all of it for
             a question whose document is absent, is on the answer itself.
@@ -91,18 +107,17 @@ class TuneReadingConfig(Config):
     codec: CodecConfig | None = None
     distillation: float = Field(0.0, ge=0, le=1)
     data: DataConfig = DataConfig()
+    further: dict[str, FurtherConfig] = Field(default_factory=dict)
     bias: float = 0.5
     lora_rank: int = Field(16, ge=1)
     validation_questions: int = Field(100, ge=1)
     trainer: TrainerConfig
 
     @model_validator(mode="after")
-    def _not_sharded(self) -> TuneReadingConfig:
-        if self.trainer.parallel != "ddp":
-            raise ValueError(
-                f"trainer.parallel is {self.trainer.parallel}, but gradients reach the LM's layers through keys and "
-                "values, where FSDP2 does not gather them; set parallel: ddp"
-            )
+    def _shares(self) -> TuneReadingConfig:
+        total = sum(further.share for further in self.further.values())
+        if total >= 1:
+            raise ValueError(f"the shares of further data add up to {total:g}; leave some packs to data")
         return self
 
 
@@ -114,7 +129,7 @@ class EncodedPack:
         documents: ids of each document.
         questions: ids of each question and of its answer.
         bias: `[questions, documents]`, scores relative to the best.
-        right: `[questions, documents]`, bool: the document that answers the question.
+        right: `[questions, documents]`, bool: a document that the question needs; none if one of them is absent.
         rate: bytes a token that the documents pass through; None for none.
     """
 
@@ -144,6 +159,10 @@ class TuneReadingTask(Task):
         data = joined_documents(config.data.training_set(), self.prompt, config.packs, seed=config.trainer.seed)
         self._training = PackMaker(config.packs, data, config.abstention)
         self._validation = PackMaker(config.packs, config.data.validation_set(), config.abstention)
+        self._further: dict[str, tuple[PackMaker, PackMaker]] = {}
+        for name, further in config.further.items():
+            sets = further.data.training_set(), further.data.validation_set()
+            self._further[name] = tuple(PackMaker(further.packs, data, config.abstention) for data in sets)  # type: ignore[assignment]
         longest = self._longest()
         lora = LoraConfig(r=config.lora_rank, lora_alpha=2 * config.lora_rank, target_modules="all-linear")
         self._adapted: list[Any] = [get_peft_model(lm, lora)]  # in a list: its weights are those of `lm`
@@ -191,7 +210,7 @@ class TuneReadingTask(Task):
             DataError: for a document that does not fit into the LM's window with a question and its answer; names it.
         """
         window, longest = self.lm.config.max_position_embeddings, 0
-        for maker in (self._training, self._validation):
+        for maker in (self._training, self._validation, *(maker for pair in self._further.values() for maker in pair)):
             documents = maker.data.documents
             lengths = dict(zip((document.id for document in documents), map(len, self._ids(documents))))
             questions = [self.prompt.question(question.question) for question in maker.data.questions]
@@ -216,7 +235,16 @@ class TuneReadingTask(Task):
         questions = self._training.data.questions
         indices = shuffled(len(questions), step, micro, size, seed=seed, per_step=size * self.passes)
         rng = random.Random(f"{seed}/{step}/{micro}")
-        return [self._encoded(self._training.make(questions[index], rng), rng) for index in indices]
+        return [self._encoded(self._pack(questions[index], rng), rng) for index in indices]
+
+    def _pack(self, question: Question, rng: random.Random) -> Pack:
+        """A pack around the question, or one of other data."""
+        place = rng.random() if self._further else 1.0
+        for name, (training, _) in self._further.items():
+            place -= self.config.further[name].share
+            if place < 0:
+                return training.make(rng.choice(training.data.questions), rng)
+        return self._training.make(question, rng)
 
     def _encoded(self, pack: Pack, rng: random.Random) -> EncodedPack:
         questions = [
@@ -225,7 +253,8 @@ class TuneReadingTask(Task):
         ]
         scores = torch.tensor(pack.scores, device=self.lm.device)
         rate = None if self.config.codec is None else rng.choice(self._rates)
-        right = [[document.id == question.gold for document in pack.documents] for question in pack.questions]
+        ids = [document.id for document in pack.documents]
+        right = [[name in needed(q) and needed(q) <= set(ids) for name in ids] for q in pack.questions]
         is_right = torch.tensor(right, device=self.lm.device)
         return EncodedPack(self._ids(pack.documents), questions, scores - scores.amax(1, keepdim=True), is_right, rate)
 
@@ -287,7 +316,7 @@ class TuneReadingTask(Task):
 
     @torch.no_grad()
     def _teacher_logits(self, pack: EncodedPack) -> Tensor:
-        """What the LM without updates predicts with only the right document before each question, as it is.
+        """What the LM without updates predicts with only the right documents before each question, as they are.
 
         One document as keys and values is its text, so nothing else has to be read.
         """
@@ -303,27 +332,43 @@ class TuneReadingTask(Task):
             return dict(self._figures())
 
     def _figures(self) -> Iterator[tuple[str, float]]:
-        every = max(1, len(self._validation.data.questions) // self.config.validation_questions)
-        questions = self._validation.data.questions[::every][: self.config.validation_questions]
+        questions = self._validated(self._validation)
         retrieved = [self._validation.best(question, 3) for question in questions]
         right = [([self._validation.gold(question)], [0.0]) for question in questions]
         first = [(documents[:1], scores[:1]) for documents, scores in retrieved]
         unbiased = [(documents, [0.0] * len(scores)) for documents, scores in retrieved]
-        needed = {document.id: document for documents, _ in (*right, *retrieved) for document in documents}
+        opening, raw, coded = self._read_once([*right, *retrieved])
+        settings = {"right": right, "first": first, "three": retrieved, "three_unbiased": unbiased}
+        for name, asked in settings.items():
+            yield from self._scores(name, questions, asked, opening, raw)
+        for name in ("right", "three") if coded else ():
+            yield from self._scores(f"{name}_coded", questions, settings[name], opening, coded)
+        for name, (_, maker) in self._further.items():
+            questions = self._validated(maker)
+            most = max(maker.config.documents)
+            found = [maker.best(question, most, with_needed=True) for question in questions]
+            opening, raw, coded = self._read_once(found)
+            yield from self._scores(name, questions, found, opening, coded or raw)
+
+    def _validated(self, maker: PackMaker) -> Sequence[Question]:
+        every = max(1, len(maker.data.questions) // self.config.validation_questions)
+        return maker.data.questions[::every][: self.config.validation_questions]
+
+    def _read_once(
+        self, asked: Sequence[tuple[Sequence[Document], Sequence[float]]]
+    ) -> tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]:
+        """The opening, and by id all documents as they are read, and through the codec if there is one."""
+        once = {document.id: document for documents, _ in asked for document in documents}
         raw: dict[str, Tensor] = {}
         coded: dict[str, Tensor] = {}
-        for part, read in self._read(list(needed.values())):
+        for part, read in self._read(list(once.values())):
             names = [document.id for document in part]
             opening = read.opening  # the same each time
             raw |= zip(names, self._blocks.rotated(read), strict=True)
             if self.codec is not None:
                 through = read.coded(self.codec, self._rates[0])
                 coded |= zip(names, self._blocks.rotated(through), strict=True)
-        settings = {"right": right, "first": first, "three": retrieved, "three_unbiased": unbiased}
-        for name, asked in settings.items():
-            yield from self._scores(name, questions, asked, opening, raw)
-        for name in ("right", "three") if coded else ():
-            yield from self._scores(f"{name}_coded", questions, settings[name], opening, coded)
+        return opening, raw, coded
 
     def _scores(
         self,

@@ -128,14 +128,14 @@ def test_invalid_arguments_are_named(arguments: dict[str, object], message: str)
 
 
 STREAM = generate_multi_document("test", 200, questions_per_kind=60)
-TEXTS = {document.id: document.text for document in STREAM.dataset.documents}
+TEXTS = {document.id: document.text for document in STREAM.documents}
 
 
 def of_kind(kind: str) -> list[tuple[str, tuple[str, ...], list[str]]]:
     """Question, answers and the texts that it needs."""
     return [
-        (question.question, question.answers, [TEXTS[name] for name in STREAM.evidence[question.id]])
-        for question in STREAM.dataset.questions
+        (question.question, question.answers, [TEXTS[name] for name in (*question.further_ids, question.gold)])
+        for question in STREAM.questions
         if question.id.startswith(kind)
     ]
 
@@ -158,17 +158,16 @@ def figure(text: str, example: str) -> int:
 def test_each_kind_has_questions_of_two_to_four_documents() -> None:
     for kind in KINDS:
         assert len(of_kind(kind)) >= 20
-    for question in STREAM.dataset.questions:
-        needed = STREAM.evidence[question.id]
+    for question in STREAM.questions:
+        needed = (*question.further_ids, question.gold)
         assert 2 <= len(set(needed)) == len(needed) <= 4
-        assert question.document_id is None
-    assert len({question.id for question in STREAM.dataset.questions}) == len(STREAM.dataset.questions)
+    assert len({question.id for question in STREAM.questions}) == len(STREAM.questions)
 
 
 def test_two_hop_answers_stand_in_the_second_document_which_the_first_one_names() -> None:
     for question, answers, (first, second) in of_kind("two-hop"):
         assert answers[0] in second
-        [title] = [document.metadata["title"] for document in STREAM.dataset.documents if document.text == second]
+        [title] = [document.metadata["title"] for document in STREAM.documents if document.text == second]
         company = title.rsplit(": ", 1)[0]
         assert company in first
         assert company in second
@@ -198,7 +197,7 @@ def test_counts_are_those_of_the_figures_above_the_limit() -> None:
 def test_streams_are_seeded_and_refuse_what_they_cannot_make() -> None:
     assert generate_multi_document("val", 40, seed=2) == generate_multi_document("val", 40, seed=2)
     assert generate_multi_document("val", 40, seed=2) != generate_multi_document("val", 40, seed=3)
-    assert not generate_multi_document("val", 1).dataset.questions
+    assert not generate_multi_document("val", 1).questions
     for split, documents in (("dev", 10), ("test", 0)):
         with pytest.raises(ValueError, match=r"dev|at least 1"):
             generate_multi_document(split, documents)

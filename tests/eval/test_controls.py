@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from eval.harness.controls import Controls, answers_from_two_texts, ask_controls
+from eval.harness.controls import answers_from_two_texts, ask_controls, controls_of
 from eval.harness.results import Result
-from mac_rag.config import AggregationConfig, ExtractiveConfig
+from mac_rag.config import AggregationConfig, BaseLMConfig, ExtractiveConfig
 from mac_rag.data.newswire.generate import generate
 from mac_rag.engine import MACEngine
 from mac_rag.lm.prompt import FittedPrompt
@@ -47,7 +47,7 @@ def adapted(model: MACModel) -> MACEngine:
 def test_each_control_answers_from_what_its_name_says(tiny_model: MACModel) -> None:
     engine = adapted(tiny_model)
     model, bank = tiny_model, engine.bank
-    controls = Controls(engine, STREAM, batch_size=3)
+    controls = controls_of(engine, STREAM, batch_size=3)
     rows, verdicts = ask_controls(controls, None, "")
     assert [row.name for row in rows] == list(verdicts) == ROWS
     assert not controls.not_run
@@ -90,6 +90,42 @@ def test_each_control_answers_from_what_its_name_says(tiny_model: MACModel) -> N
         assert row.gain.f1.mean == pytest.approx(row.f1 - first.f1)
 
 
+def test_controls_of_own_keys_and_values_read_the_rows_that_their_names_say(
+    model_folder: Callable[[str], Path],
+) -> None:
+    lm = BaseLMConfig(name=str(model_folder("llama")), dtype="fp32")
+    model = MACModel.around(lm, compression=None, sentence_encoder=None, device="cpu")
+    engine = MACEngine(model)
+    engine.adapt(STREAM.documents)
+    rows, verdicts = ask_controls(controls_of(engine, STREAM, batch_size=3), None, "")
+    answers = {name: [verdict.prediction for verdict in column] for name, column in verdicts.items()}
+    shown = {name: [verdict.retrieved for verdict in column] for name, column in verdicts.items()}
+    assert answers["memory"] == [answer.text for answer in engine.answer(QUESTIONS)]
+    read = shown["memory, scores off"]
+    ids, mass = engine.document_attention(QUESTIONS)
+    assert [set(some) for some in read] == [{ids[place] for place in row.nonzero()[:, 0].tolist()} for row in mass]
+    assert any(len(some) > 1 for some in read)
+    [gold] = {tuple(str(question.document_id) for question in STREAM.questions)}
+
+    def from_rows(documents: list[list[str]]) -> list[str]:
+        told = []
+        for question, some in zip(QUESTIONS, documents):
+            prompt = replace(model.fit_to_window(question), read=tuple((name, 0.0) for name in some))
+            told += [answer.text for answer in engine.answer([prompt])]
+        return told
+
+    assert answers["memory, scores off"] == from_rows([list(some) for some in read])
+    assert answers["first document's row"] == from_rows([[some[0]] for some in read])
+    assert answers["right document's row"] == from_rows([[name] for name in gold])
+    assert answers["right document's text"] == model.generate(QUESTIONS, [[TEXTS[name]] for name in gold])
+    assert answers["texts of the documents in memory"] == model.generate(
+        QUESTIONS, [[TEXTS[name] for name in some] for some in read]
+    )
+    assert shown["first document's text"] == [some[:1] for some in read]
+    attended = [ids[place] == name for place, name in zip(mass.argmax(1).tolist(), gold)]
+    assert rows[0].measures["attended_right"] == pytest.approx(sum(attended) / 8)
+
+
 @pytest.mark.parametrize("extractive", [None, ExtractiveConfig()])
 def test_the_max_rule_over_two_texts_is_a_plain_loop(tiny_model: MACModel, extractive: ExtractiveConfig | None) -> None:
     model, lm = tiny_model, tiny_model.base_lm
@@ -128,7 +164,7 @@ def test_what_a_model_or_a_stream_lacks_is_not_run(model_folder: Callable[[str],
     engine = MACEngine(model)
     engine.adapt(STREAM.documents)
     unnamed = replace(STREAM, questions=(replace(STREAM.questions[0], document_id=None), *STREAM.questions[1:]))
-    controls = Controls(engine, unnamed)
+    controls = controls_of(engine, unnamed)
     rows, verdicts = ask_controls(controls, None, "")
     lacking = {*ROWS[2:5], ROWS[-1]}
     assert set(controls.not_run) == lacking

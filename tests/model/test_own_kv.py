@@ -364,7 +364,7 @@ class TestRefusals:
     ) -> None:
         lm = AutoModelForCausalLM.from_pretrained(model_folder("instruct"), dtype=torch.float32)
         get_peft_model(lm, LoraConfig(r=2, target_modules=["q_proj"])).save_pretrained(tmp_path)
-        told = {"turn": "{document} {question}", "system": None, "bias_scale": 0.5}
+        told = {"turn": "{document} {question}", "system": None, "abstention": None, "bias_scale": 0.5}
         (tmp_path / "reading.json").write_text(json.dumps(told))
         config = json.loads((tmp_path / "adapter_config.json").read_text())
         (tmp_path / "adapter_config.json").write_text(json.dumps({**config, **change}))

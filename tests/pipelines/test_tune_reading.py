@@ -15,12 +15,14 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from mac_rag.data.metrics import normalize
 from mac_rag.data.newswire.generate import generate
+from mac_rag.data.newswire.multi_document import generate_multi_document
 from mac_rag.data.types import Document, QADataset, Question
 from mac_rag.engine import MACEngine
 from mac_rag.errors import DataError, MACError, ModelLoadError
 from mac_rag.lm.block_prompt import BlockPrompt
 from mac_rag.model import MACModel
 from mac_rag.retrieval import BM25Retriever
+from pipelines.corpora.continuations import read_continuations
 from pipelines.corpora.packs import PackConfig, PackMaker, joined_documents
 from pipelines.tasks.tune_reading import TuneReadingConfig, TuneReadingTask
 from pipelines.trainer import Trainer
@@ -80,6 +82,22 @@ class TestPacks:
                 assert not absent or not any(f" {normalize(a)} " in f" {text} " for a in asked.answers)
                 targets.append(absent)
         assert 0.2 < sum(targets) / len(targets) < 0.35
+
+    def test_a_question_about_several_documents_gets_all_of_them_or_none_answers(self) -> None:
+        stream = generate_multi_document("train", 80, questions_per_kind=20)
+        for absent in (0.0, 0.4):
+            maker = PackMaker(PackConfig(documents=(1, 5), absent=absent), stream, ABSTENTION)
+            targets = []
+            for number, question in enumerate(stream.questions):
+                pack = maker.make(question, random.Random(number))
+                present = {document.id for document in pack.documents}
+                assert len(present) == len(pack.documents) <= 5
+                for asked, answer in zip(pack.questions, pack.answers, strict=True):
+                    complete = present.issuperset((asked.gold, *asked.further_ids))
+                    assert answer == (asked.answers[0] if complete else ABSTENTION)
+                    targets.append(complete)
+            assert all(targets) == (absent == 0)
+            assert sum(targets) / len(targets) > 0.4
 
     def test_scores_are_those_of_the_retriever(self, data: QADataset) -> None:
         retriever = BM25Retriever()
@@ -183,6 +201,50 @@ def test_a_later_stage_starts_from_what_an_earlier_one_saved(model_folder: Folde
         torch.testing.assert_close(adapted, task.lm(input_ids=ids).logits)
 
 
+def test_packs_of_further_data_come_at_their_share_and_are_validated(model_folder: Folder, tmp_path: Path) -> None:
+    text = " ".join(f"word{number}" for number in range(160))
+    rows = [{"id": f"t{number}", "text": f"{number} {text}"} for number in range(40)]
+    (tmp_path / "texts.jsonl").write_text("\n".join(map(json.dumps, rows)) + "\n")
+    several = {"name": "multi-document", "documents": 60, "validation_documents": 40}
+    prose = {"name": "continuations", "path": str(tmp_path / "texts.jsonl")}
+    packs = {"documents": [4], "questions": 2}
+    further = {
+        "several": {"share": 0.5, "data": several, "packs": packs},
+        "prose": {"share": 0.25, "data": prose, "packs": packs},
+    }
+    task = TuneReadingTask(recipe(model_folder, further=further))
+    drawn: Counter[str] = Counter()
+    for step in range(100):
+        [question, *_] = task._pack(task._training.data.questions[step % 12], random.Random(step)).questions
+        name = "prose" if question.question.startswith("Go on") else "several" if question.further_ids else "news"
+        drawn[name] += 1
+    assert 40 <= drawn["several"] <= 60
+    assert 15 <= drawn["prose"] <= 35
+    figures = task.validate()
+    assert {"loss_right", "loss_several", "f1_several", "loss_prose"} <= figures.keys()
+
+
+def test_continuations_are_what_follows_the_document(tmp_path: Path) -> None:
+    texts = {f"t{n}": "\n".join(f"{n} says, sentence {line}." for line in range(60)) for n in range(30)} | {
+        "no": "Short."
+    }
+    rows = [json.dumps({"id": name, "text": text, "title": name}) for name, text in texts.items()]
+    (tmp_path / "texts.jsonl").write_text("\n".join(rows) + "\n")
+    splits = {split: read_continuations(tmp_path, split) for split in ("train", "val")}
+    names = [{document.id for document in data.documents} for data in splits.values()]
+    assert not names[0] & names[1]
+    for data in splits.values():
+        assert data.documents
+        for document, question in zip(data.documents, data.questions, strict=True):
+            beginning = question.question.removeprefix("Go on with this text: ")
+            assert " ".join(texts[document.id].split()).startswith(
+                " ".join(" ".join((document.text, beginning, question.answers[0])).split())
+            )
+    (tmp_path / "texts.jsonl").write_text(rows[-1] + "\n")
+    with pytest.raises(DataError, match="holds no text of 152 words for the split 'test'"):
+        read_continuations(tmp_path, "test")
+
+
 def test_validation_counts_abstentions_from_right_documents(model_folder: Folder) -> None:
     task = TuneReadingTask(recipe(model_folder, codec=CODEC))
     figures = task.validate()
@@ -192,7 +254,8 @@ def test_validation_counts_abstentions_from_right_documents(model_folder: Folder
     assert task.validate()["abstentions_right"] == 1.0
 
 
-def test_from_an_lm_and_questions_to_its_memory(model_folder: Folder, data: QADataset, tmp_path: Path) -> None:
+@pytest.mark.parametrize("lm", ["instruct", "llama"])  # with a chat template and without
+def test_from_an_lm_and_questions_to_its_memory(model_folder: Folder, data: QADataset, tmp_path: Path, lm: str) -> None:
     """The commands of the guide, with a small LM and few steps."""
     texts = {document.id: document.text for document in data.documents}
     rows = [
@@ -203,18 +266,18 @@ def test_from_an_lm_and_questions_to_its_memory(model_folder: Folder, data: QADa
     few = {"trainer.steps": 2, "trainer.validate_every": 2, "codec.fitted_on": 4, "validation_questions": 2}
     sets = [part for name, value in few.items() for part in ("--set", f"{name}={value}")]
     tuned = command(
-        "pipelines.tune_reading", "--config", "my-lm-reading", "--lm", str(model_folder("instruct")),
+        "pipelines.tune_reading", "--config", "my-lm-reading", "--lm", str(model_folder(lm)),
         "--data", str(tmp_path / "mine.jsonl"), "--output", str(tmp_path / "run"), *sets,
     )  # fmt: skip
     assert tuned.exit_code == 0, tuned.output
     model = MACModel.around(
-        str(model_folder("instruct")),
+        str(model_folder(lm)),
         list(texts.values()),
         compression=20,
         adapter=tmp_path / "run" / "best",
         sentence_encoder=None,
     )
-    plain = MACModel.around(str(model_folder("instruct")), compression=None, sentence_encoder=None)
+    plain = MACModel.around(str(model_folder(lm)), compression=None, sentence_encoder=None)
     assert model.fingerprint != plain.fingerprint
     assert len(MACEngine(model).answer(["Who won the cup?"], use_memory=False)) == 1
 
@@ -259,9 +322,9 @@ class TestRefusals:
             {"codec": {"compression": []}},
             {"codec": {"compression": [0]}},
             {"turn": "{document}"},
+            {"further": {"a": {"share": 0.6, "data": {}}, "b": {"share": 0.4, "data": {}}}},
             {"codec": {"group": 3}},
             {"codec": {"compression": [100_000]}},
-            {"trainer": {"steps": 1, "batch_size": 1, "learning_rate": 1.0, "parallel": "fsdp"}},
         ],
     )
     def test_values_that_make_no_sense_before_anything_is_trained(self, model_folder: Folder, values: Any) -> None:

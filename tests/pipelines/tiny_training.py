@@ -14,10 +14,22 @@ import torch
 from pipelines.tasks.train import TrainTask
 from pipelines.tasks.train_config import TrainConfig
 from pipelines.tasks.tune_qa import TuneConfig, TuneTask
+from pipelines.tasks.tune_reading import TuneReadingConfig, TuneReadingTask
 from pipelines.trainer import Trainer
 
 _RECIPES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "tune_qa": (TuneConfig, TuneTask, {"context": {"retriever": "bm25", "k": [1]}}),
+    "tune_reading": (
+        TuneReadingConfig,
+        TuneReadingTask,
+        {
+            "turn": "Context: {document}\n\nQuestion: {question}",
+            "packs": {"documents": [1, 2, 3], "questions": 4, "absent": 0.2},
+            "codec": {"compression": [16, 32], "fitted_on": 6},
+            "lora_rank": 2,
+            "validation_questions": 4,
+        },
+    ),
     "train": (
         TrainConfig,
         TrainTask,
@@ -55,16 +67,16 @@ def train(
     """
     config, make, recipe = _RECIPES[kind]
     recipe = merged(recipe, {"data": {"name": "newswire", "documents": 40, "validation_documents": 4}})
-    lm = {"base_lm": {"name": str(models / "llama")}}
+    lm = {"base_lm": {"name": str(models / ("instruct" if kind == "tune_reading" else "llama"))}}
     encoders = {
         "amortization": {"design": "encoder-decoder", "name": str(models / "t5")},
         "input_encoder": {"design": "decoder-only", "name": None},
     }
-    recipe = merged(recipe, lm if kind == "tune_qa" else {"model": lm | encoders})
+    recipe = merged(recipe, {"model": lm | encoders} if kind == "train" else lm)
     parsed = config.parse(merged(merged(recipe, {"trainer": _TRAINER}), values), kind)
-    if kind == "tune_qa":
+    if best := {"tune_qa": "f1", "tune_reading": "f1_right"}.get(kind):
         parsed = parsed.model_copy(
-            update={"trainer": parsed.trainer.model_copy(update={"best": "f1", "best_mode": "max"})}
+            update={"trainer": parsed.trainer.model_copy(update={"best": best, "best_mode": "max"})}
         )
     task = make(parsed)
     if double:

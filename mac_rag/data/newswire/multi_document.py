@@ -59,23 +59,13 @@ _COMPARED: dict[tuple[str, str], tuple[str, str]] = {
 _WORDS = ("zero", "one", "two", "three", "four")
 
 
-@dataclass(frozen=True)
-class MultiDocumentStream:
-    """A stream of news with questions that need several documents.
-
-    Attributes:
-        dataset: the stream. Its questions name no documents, and their ids begin with their kind.
-        evidence: id of a question -> ids of the two to four documents that it needs.
-    """
-
-    dataset: QADataset
-    evidence: Mapping[str, tuple[str, ...]]
-
-
 def generate_multi_document(
     split: str = "test", documents: int = 300, *, seed: int = 0, questions_per_kind: int = 100
-) -> MultiDocumentStream:
+) -> QADataset:
     """Writes a stream of news documents, in which companies occur in several stories, with questions of all kinds.
+
+    The ids of questions begin with their kind. Each names the last of the two to four documents that it needs, and has
+    the others as `further_ids`.
 
     Args:
         split: `train`, `val` or `test`; splits share no surname and no town.
@@ -88,11 +78,8 @@ def generate_multi_document(
 
     Examples:
         >>> stream = generate_multi_document("test", 60, questions_per_kind=1)
-        >>> for question in stream.dataset.questions:
-        ...     print(len(stream.evidence[question.id]), question.id)
-        2 two-hop-00000
-        2 comparison-00000
-        3 counting-00000
+        >>> [(question.id, 1 + len(question.further_ids)) for question in stream.questions]
+        [('two-hop-00000', 2), ('comparison-00000', 2), ('counting-00000', 3)]
     """
     if split not in SPLITS:
         raise ValueError(f"unknown newswire split {split!r}; choose one of {', '.join(SPLITS)}")
@@ -107,7 +94,6 @@ def generate_multi_document(
         metadata = {"title": f"{report.subject}: {report.beat.name}", "date": draw_date(rng, report.year)}
         news.append(Document(document_id, written(report, metadata["date"], rng), metadata))
     questions: list[Question] = []
-    evidence: dict[str, tuple[str, ...]] = {}
     makers: dict[str, Callable[[], Iterator[_Draft]]] = {
         "two-hop": lambda: _two_hop(reports, links, rng),
         "comparison": lambda: _comparisons(reports, rng),
@@ -117,10 +103,10 @@ def generate_multi_document(
         drafts = list(makers[kind]())
         chosen = rng.sample(drafts, min(questions_per_kind, len(drafts)))
         for number, draft in enumerate(chosen):
-            question_id = f"{kind}-{number:05d}"
-            questions.append(Question(question_id, draft.question, draft.answers, None))
-            evidence[question_id] = tuple(ids[place] for place in draft.reports)
-    return MultiDocumentStream(QADataset("newswire", split, tuple(news), tuple(questions)), evidence)
+            *others, last = (ids[place] for place in draft.reports)
+            name = f"{kind}-{number:05d}"
+            questions.append(Question(name, draft.question, draft.answers, last, further_ids=tuple(others)))
+    return QADataset("newswire", split, tuple(news), tuple(questions))
 
 
 @dataclass(frozen=True)
