@@ -8,7 +8,7 @@ from contextvars import ContextVar
 from datetime import datetime
 from functools import wraps
 from pathlib import Path
-from typing import Any, NoReturn, TypeAlias
+from typing import Any, ClassVar, NoReturn, TypeAlias
 
 from llama_index.core.base.llms.types import (
     ChatMessage,
@@ -558,13 +558,13 @@ class MACLLM(CustomLLM, FilteringComponent, NodeReader):
 
     # -- structured output and tools: LlamaIndex's, only for checkpoints that follow instructions --
 
-    structured_predict = _if_instructed(CustomLLM.structured_predict)
-    astructured_predict = _if_instructed(CustomLLM.astructured_predict)
-    stream_structured_predict = _if_instructed(CustomLLM.stream_structured_predict)
-    astream_structured_predict = _if_instructed(CustomLLM.astream_structured_predict)
-    as_structured_llm = _if_instructed(CustomLLM.as_structured_llm)
-    predict_and_call = _if_instructed(CustomLLM.predict_and_call)
-    apredict_and_call = _if_instructed(CustomLLM.apredict_and_call)
+    structured_predict: ClassVar[Callable[..., Any]] = _if_instructed(CustomLLM.structured_predict)
+    astructured_predict: ClassVar[Callable[..., Any]] = _if_instructed(CustomLLM.astructured_predict)
+    stream_structured_predict: ClassVar[Callable[..., Any]] = _if_instructed(CustomLLM.stream_structured_predict)
+    astream_structured_predict: ClassVar[Callable[..., Any]] = _if_instructed(CustomLLM.astream_structured_predict)
+    as_structured_llm: ClassVar[Callable[..., Any]] = _if_instructed(CustomLLM.as_structured_llm)
+    predict_and_call: ClassVar[Callable[..., Any]] = _if_instructed(CustomLLM.predict_and_call)
+    apredict_and_call: ClassVar[Callable[..., Any]] = _if_instructed(CustomLLM.apredict_and_call)
 
 
 # LlamaIndex passes on only the text of a prediction. The whole answers are collected in this list.
