@@ -62,7 +62,6 @@ class Settings:
     as_of: int | None  # in microseconds since 1970
     overflow: Literal["error", "truncate"]
     max_new_tokens: int | None
-    num_beams: int
     sampling: Sampling
     sources: int
     min_confidence: float | None
@@ -266,7 +265,6 @@ def _answered(batch: Sequence[_Prepared], settings: Settings, reader: Reader) ->
         prompts,
         modulation=None if aggregated is None else aggregated.phi,
         max_new_tokens=settings.max_new_tokens,
-        num_beams=settings.num_beams,
         memory_weight=settings.memory_weight,
         sampling=settings.sampling,
     )

@@ -10,24 +10,20 @@ import hashlib
 import json
 import os
 import shutil
-import stat
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from tempfile import TemporaryFile
-from typing import Any, BinaryIO
+from typing import Any
 
 from mac_rag.errors import ConfigError
 from mac_rag.untrusted_files import MalformedError, parse_json
 
 # Ending of an unfinished file, which gets its final name when all of it is on the disk.
 UNFINISHED = ".new"
-# Ending of a replaced file until it is overwritten.
-REPLACED = ".replaced"
-_PIECE = 1 << 20
 
 
-def write_file(path: Path, pieces: Iterable[bytes | memoryview], *, secure_delete: bool = False) -> str:
+def write_file(path: Path, pieces: Iterable[bytes | memoryview]) -> str:
     """Writes a file atomically: under its name stands either the old content or all of the new.
 
     After an error, the old file is in place, and nothing of the new one. Call `sync_folder` to make the name last.
@@ -35,7 +31,6 @@ def write_file(path: Path, pieces: Iterable[bytes | memoryview], *, secure_delet
     Args:
         path: the file.
         pieces: its content.
-        secure_delete: True to overwrite the file that is removed: the old one or, after an error, the new one.
 
     Returns:
         Its sha256.
@@ -43,80 +38,19 @@ def write_file(path: Path, pieces: Iterable[bytes | memoryview], *, secure_delet
     digest = hashlib.sha256()
     unfinished = path.with_name(path.name + UNFINISHED)
     try:
-        with _new_file(unfinished, secure_delete) as file:
+        unfinished.unlink(missing_ok=True)  # opening it would follow a link
+        with open(unfinished, "xb", opener=private) as file:
             for piece in pieces:
                 digest.update(piece)
                 file.write(piece)
             file.flush()
             os.fsync(file.fileno())
-        replace_file(unfinished, path, secure_delete=secure_delete)
+        unfinished.replace(path)
     except BaseException:
         with suppress(OSError):
-            remove_file(unfinished, secure_delete=secure_delete)
+            unfinished.unlink(missing_ok=True)
         raise
     return digest.hexdigest()
-
-
-def _new_file(path: Path, secure_delete: bool) -> BinaryIO:
-    """Opens a new file for writing. Removes an existing file of this name first, and follows no link."""
-    remove_file(path, secure_delete=secure_delete)
-    return open(path, "xb", opener=private)
-
-
-def replace_file(new: Path, path: Path, *, secure_delete: bool = False) -> None:
-    """Renames a file to `path`, in place of the file that has this name.
-
-    Args:
-        new: the file.
-        path: its new name.
-        secure_delete: True to overwrite the replaced file. Until that is done, its name is `path` with the ending
-            `.replaced`, and it keeps that name if the system refuses to overwrite it. On a file system without hard
-            links, it is not overwritten.
-    """
-    if not secure_delete:
-        new.replace(path)
-        return
-    former = path.with_name(path.name + REPLACED)
-    remove_file(former, secure_delete=True)
-    with suppress(OSError):
-        former.hardlink_to(path)
-    new.replace(path)
-    with suppress(OSError):
-        remove_file(former, secure_delete=True)
-
-
-def remove_file(path: Path, *, secure_delete: bool = False) -> None:
-    """Removes a file if it exists.
-
-    Args:
-        path: the file.
-        secure_delete: True to overwrite it with zeros on the disk first. A file with a second name (a hard link) is
-            somebody's copy: it is not overwritten, and only loses this name.
-
-    Raises:
-        OSError: if the system refuses it. The file is then still there, and the call can be repeated.
-    """
-    if secure_delete:
-        with suppress(FileNotFoundError):
-            status = path.lstat()
-            if stat.S_ISREG(status.st_mode) and status.st_nlink == 1:
-                overwrite(path)
-    path.unlink(missing_ok=True)
-
-
-def overwrite(path: Path) -> None:
-    """Overwrites a file with zeros on the disk.
-
-    Raises:
-        OSError: if the system refuses it, or the file is a symbolic link.
-    """
-    with open(path, "r+b", opener=lambda name, flags: os.open(name, flags | getattr(os, "O_NOFOLLOW", 0))) as file:
-        left = os.fstat(file.fileno()).st_size
-        while left > 0:
-            file.write(bytes(min(left, _PIECE)))
-            left -= _PIECE
-        file.flush()
-        os.fsync(file.fileno())
 
 
 def private(path: str, flags: int) -> int:
@@ -146,12 +80,6 @@ def make_writable_folder(path: Path) -> None:
             f"{path} cannot be written: {error.strerror}; give another folder, or make this one writable for the user "
             "who runs this process"
         ) from None
-
-
-def copy_file(source: Path, path: Path, *, secure_delete: bool = False) -> None:
-    """Copies a file of any size, and writes `path` as `write_file` does."""
-    with source.open("rb") as file:
-        write_file(path, iter(lambda: file.read(_PIECE), b""), secure_delete=secure_delete)
 
 
 def write_text(path: Path, text: str) -> str:

@@ -306,7 +306,6 @@ class MACEngine:
         as_of: AsOf = None,
         overflow: Literal["error", "truncate"] = "error",
         max_new_tokens: int | None = None,
-        num_beams: int = 1,
         sampling: Sampling = GREEDY,
         sources: int = 0,
         min_confidence: float | None = None,
@@ -333,7 +332,6 @@ class MACEngine:
             overflow: what to do if documents and question exceed the LM's window: raise an error, or truncate the
                 documents, the last one first. The question is never truncated.
             max_new_tokens: longest answer in tokens; None for the model's configured length.
-            num_beams: number of beams of beam search, which cannot be combined with sampling; 1 for none.
             sampling: how tokens are chosen, and what ends an answer early.
             sources: most documents to name in `Answer.sources` as what the answer rests on. With memory, this takes
                 another pass over the bank.
@@ -362,7 +360,6 @@ class MACEngine:
             as_of=moment_of_question(as_of),
             overflow=overflow,
             max_new_tokens=max_new_tokens,
-            num_beams=num_beams,
             sampling=sampling,
             sources=sources,
             min_confidence=min_confidence,

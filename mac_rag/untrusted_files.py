@@ -172,19 +172,6 @@ def lines_of(file: BinaryIO, limit: int) -> Iterator[bytes]:
         yield line
 
 
-def is_hole(piece: bytes) -> bool:
-    """True if all bytes are zero, as in a part of a file that was never written."""
-    return piece.count(0) == len(piece)
-
-
-def skip_hole(file: BinaryIO) -> None:
-    """Moves to the next data in the file, or to its end, without reading; a hole may be larger than any disk."""
-    try:
-        file.seek(os.lseek(file.fileno(), file.tell(), os.SEEK_DATA))
-    except (AttributeError, OSError):  # there is no more data, or the system cannot tell
-        file.seek(0, os.SEEK_END)
-
-
 def parse_json(text: str | bytes, *, depth: int = DEPTH, containers: int | None = None) -> Any:
     """Parses JSON within bounds. Unlike `json.loads`, refuses NaN, infinity, and a name that comes twice in an object.
 
@@ -214,18 +201,6 @@ def parse_json(text: str | bytes, *, depth: int = DEPTH, containers: int | None 
     return value
 
 
-def json_end(text: str, start: int) -> int:
-    """The index after the JSON value that starts at a character.
-
-    Raises:
-        MalformedError: if no JSON value starts there, or it exceeds the bounds of `parse_json`.
-    """
-    try:
-        return _DECODER.raw_decode(text, start)[1]
-    except (json.JSONDecodeError, RecursionError) as error:
-        raise MalformedError(f"no JSON: {error}") from None
-
-
 def read_json(path: Path, limit: int, *, follow: bool = False) -> Any:
     """Reads a file of JSON of at most `limit` bytes.
 
@@ -234,13 +209,6 @@ def read_json(path: Path, limit: int, *, follow: bool = False) -> Any:
         OSError: as `open_file`.
     """
     return parse_json(read_text_bytes(path, limit, follow=follow))
-
-
-def read_at(file: BinaryIO, start: int, count: int) -> bytes:
-    """Reads at most `count` bytes from `start` on. Takes memory only for bytes that exist, even if `count` is huge."""
-    left = file.seek(0, os.SEEK_END) - start
-    file.seek(start)
-    return file.read(max(0, min(count, left)))
 
 
 def _checked_size(file: BinaryIO, limit: int) -> int:

@@ -246,14 +246,6 @@ _PRELOADED = [
 ]
 
 
-def run_in_processes(function: Callable[..., object], *args: object, count: int) -> None:
-    """Runs `function(rank, *args)` in processes of their own; raises what one of them raises."""
-    from torch.multiprocessing import start_processes
-
-    multiprocessing.get_context("forkserver").set_forkserver_preload(_PRELOADED)
-    start_processes(function, args, nprocs=count, start_method="forkserver")
-
-
 def run_in_process(function: Callable[..., object], *args: object, **kwargs: object) -> int | None:
     """Runs a function of a module in a process of its own, which may be killed; returns its exit code."""
     context = multiprocessing.get_context("forkserver")

@@ -92,7 +92,6 @@ OPTIONS: list[dict[str, Any]] = [
     {"allowed": {document.id for document in STREAM.documents[4:]}, "k": 1},
     {"memory_weight": 0.3},
     {"max_new_tokens": 3},
-    {"num_beams": 2},
     {"sampling": Sampling(temperature=0.5, seed=3)},
 ]
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from mac_rag.atomic_files import copy_file, make_folder, make_writable_folder, overwrite, write_file, write_folder
+from mac_rag.atomic_files import make_folder, make_writable_folder, write_file, write_folder
 from mac_rag.errors import ConfigError
 
 
@@ -48,12 +48,11 @@ def test_only_their_user_can_read_new_files_and_folders(tmp_path: Path, umask: i
     before = os.umask(umask)
     try:
         write_file(tmp_path / "file", [b"text"])
-        copy_file(tmp_path / "file", tmp_path / "copy")
         make_folder(tmp_path / "folder")
     finally:
         os.umask(before)
     modes = {path.name: stat.S_IMODE(path.stat().st_mode) for path in tmp_path.iterdir()}
-    assert modes == {"file": 0o600 & allowed, "copy": 0o600 & allowed, "folder": 0o700 & allowed}
+    assert modes == {"file": 0o600 & allowed, "folder": 0o700 & allowed}
 
 
 @pytest.mark.skipif(os.name != "posix", reason="modes of files are POSIX's")
@@ -66,19 +65,12 @@ def test_missing_parents_are_as_private_and_existing_folders_keep_their_mode(tmp
     assert modes == [0o755, 0o700, 0o700]
 
 
-def test_a_file_is_overwritten_with_zeros(tmp_path: Path) -> None:
-    file = tmp_path / "file"
-    file.write_bytes(b"12345678")
-    overwrite(file)
-    assert file.read_bytes() == bytes(8)
-
-
-def test_no_other_file_is_overwritten_through_a_link(tmp_path: Path) -> None:
-    (tmp_path / "file").write_bytes(b"kept")
-    (tmp_path / "link").symlink_to("file")
-    with pytest.raises(OSError, match="link"):
-        overwrite(tmp_path / "link")
-    assert (tmp_path / "file").read_bytes() == b"kept"
+def test_no_other_file_is_written_through_a_link(tmp_path: Path) -> None:
+    (tmp_path / "other").write_bytes(b"kept")
+    (tmp_path / "file.new").symlink_to("other")
+    write_file(tmp_path / "file", [b"text"])
+    assert (tmp_path / "other").read_bytes() == b"kept"
+    assert (tmp_path / "file").read_bytes() == b"text"
 
 
 def test_a_folder_that_cannot_be_written_is_an_error_with_the_folder(tmp_path: Path) -> None:

@@ -332,7 +332,6 @@ def test_decoded_rows_are_kept_within_their_bytes(model: OwnKVModel) -> None:
     ("ask", "match"),
     [
         (lambda engine: engine.answer(QUESTIONS, memory_weight=0.5), "memory_weight is 0.5"),
-        (lambda engine: engine.answer(QUESTIONS, num_beams=3), "num_beams is 3"),
         (lambda engine: engine.answer(QUESTIONS, min_confidence=0.5), "has no calibration"),
     ],
 )

@@ -10,14 +10,12 @@ from typing import Any
 
 import pytest
 import torch
-from typer.testing import CliRunner, Result
 
 from mac_rag import sync
 from mac_rag.bank import MemoryBank
 from mac_rag.bank.bm25 import BankBM25Retriever
 from mac_rag.bank.database import Connection
 from mac_rag.bank.interface import Intent
-from mac_rag.cli.main import app
 from mac_rag.data.newswire.generate import generate
 from mac_rag.data.types import Document
 from mac_rag.engine import MACEngine
@@ -26,6 +24,7 @@ from mac_rag.model import MACModel
 from mac_rag.retrieval import BM25Retriever, DenseRetriever, HybridRetriever, Retriever
 from mac_rag.retrieval.chroma import ChromaRetriever
 from mac_rag.sync import difference, disagreement
+from tests.cli.helpers import run
 from tests.helpers import run_in_process
 from tests.retrieval.helpers import Server, WordEncoder
 
@@ -222,10 +221,6 @@ def test_a_document_of_another_tenant_now_is_one_that_changed(tiny_model: MACMod
     assert (report.updated, report.filed) == (1, 1)
     assert engine.bank["1"].metadata == moved.metadata
     assert engine.retriever.documents(["1"]) == [moved]
-
-
-def run(*arguments: object) -> Result:
-    return CliRunner().invoke(app, [str(argument) for argument in arguments])
 
 
 def done(*arguments: object) -> str:

@@ -8,10 +8,6 @@ from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import cast
-
-import torch
-from torch import Tensor
 
 from eval.harness.costs import Costs
 from eval.harness.kept_answers import KeptAnswer, KeptAnswers, Prompt
@@ -32,7 +28,6 @@ from mac_rag.data.metrics import (
 from mac_rag.data.types import Document, QADataset, Question
 from mac_rag.engine import Answer, MACEngine
 from mac_rag.lm.prompt import FittedPrompt
-from mac_rag.model import AmortizedModel
 from mac_rag.progress import progress_bar
 from mac_rag.retrieval import Hit, Retriever
 
@@ -217,55 +212,24 @@ class _Table:
 
     def _answer(self, prompts: Sequence[Prompt], weights: Sequence[float | None]) -> None:
         """Generates the answers that are not kept yet, for each prompt with each memory weight, and keeps them."""
-        missing: dict[tuple[float | None, ...], list[Prompt]] = {}
-        for prompt in dict.fromkeys(prompts):
-            lacking = tuple(weight for weight in dict.fromkeys(weights) if self.kept.find(prompt, weight) is None)
-            # The LM reads documents once for all weights. A prompt without documents shares nothing between weights,
-            # nor does one whose documents are read from the bank.
-            shares = prompt.contexts and isinstance(self.engine.model, AmortizedModel)
-            for together in [lacking] if shares else [(weight,) for weight in lacking]:
-                missing.setdefault(together, []).append(prompt)
-        missing.pop((), None)
+        missing = {
+            weight: [prompt for prompt in dict.fromkeys(prompts) if self.kept.find(prompt, weight) is None]
+            for weight in dict.fromkeys(weights)
+        }
         with progress_bar("answer", sum(map(len, missing.values()))) as bar:
-            for together, pending in missing.items():
+            for weight, pending in missing.items():
                 # Batches of similar length.
                 pending.sort(key=lambda prompt: len(prompt.question) + sum(map(len, prompt.contexts)))
                 for first in range(0, len(pending), _GROUP * self.batch_size):
                     group = pending[first : first + _GROUP * self.batch_size]
                     began = time.perf_counter()
-                    answers = self._generate(group, together)
-                    seconds = (time.perf_counter() - began) / len(group) / len(together)
-                    for weight, texts in zip(together, answers, strict=True):
-                        new = [KeptAnswer(text=text, seconds=seconds) for text in texts]
-                        self.kept.add(dict(zip(group, new, strict=True)), weight)
+                    texts = self._generate(group, weight)
+                    seconds = (time.perf_counter() - began) / len(group)
+                    new = [KeptAnswer(text=text, seconds=seconds) for text in texts]
+                    self.kept.add(dict(zip(group, new, strict=True)), weight)
                     bar.advance(len(group))
 
-    def _generate(self, prompts: Sequence[Prompt], weights: Sequence[float | None]) -> list[list[str]]:
-        """Generates, for each weight, the answers to the prompts, which are sorted by length."""
-        if len(weights) == 1:
-            return [self._generate_at(prompts, weights[0])]
-        values = [0.0 if weight is None else weight for weight in weights]
-        answers: list[list[str]] = [[] for _ in values]
-        for first in range(0, len(prompts), self.batch_size):
-            batch = prompts[first : first + self.batch_size]
-            fitted, phi = [self._fitted[prompt] for prompt in batch], self._aggregated(batch)
-            of_batch = self.engine.model.generate_each(fitted, phi, values)
-            for texts, batch_texts in zip(answers, of_batch, strict=True):
-                texts += batch_texts
-        return answers
-
-    def _aggregated(self, prompts: Sequence[Prompt]) -> Tensor:
-        """Computes phi* `[B, T, D]` of each question, as of its moment."""
-        groups = _by_moment([prompt.as_of for prompt in prompts])
-        parts = [
-            cast(Tensor, self.engine.aggregate([prompts[place].question for place in places], as_of=moment))
-            for moment, places in groups.items()
-        ]
-        order = torch.tensor([place for places in groups.values() for place in places])
-        phi: Tensor = torch.cat(parts)[order.argsort().to(parts[0].device)]
-        return phi
-
-    def _generate_at(self, prompts: Sequence[Prompt], weight: float | None) -> list[str]:
+    def _generate(self, prompts: Sequence[Prompt], weight: float | None) -> list[str]:
         """Generates the answers to the prompts with one memory weight, or without memory for None."""
         texts = [""] * len(prompts)
         for moment, places in _by_moment([prompt.as_of if weight is not None else None for prompt in prompts]).items():

@@ -1,4 +1,4 @@
-"""The frozen base LM theta_base under a modulation: loss, and greedy, sampled and beam search, also as an ensemble."""
+"""The frozen base LM theta_base under a modulation: loss, and greedy and sampled decoding, also as an ensemble."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
 from mac_rag.config import BaseLMConfig, ModulationConfig, PromptFormat
-from mac_rag.errors import ConfigError, ModelLoadError
+from mac_rag.errors import ModelLoadError
 from mac_rag.lm.architectures import architecture_of
 from mac_rag.lm.batching import pad_rows
 from mac_rag.lm.chat import prompt_encoder
@@ -242,87 +242,23 @@ class BaseLM(nn.Module):
         modulation: Modulation | None,
         *,
         max_new_tokens: int,
-        num_beams: int = 1,
         weights: Sequence[float] | None = None,
         sampling: Sampling = GREEDY,
         sources: Sequence[Sequence[SpanSource]] | None = None,
     ) -> list[str]:
-        """Answers a batch of prompts, greedily, with beams, or by sampling.
+        """Answers a batch of prompts, greedily or by sampling.
 
         Args:
             prompts: token ids of B rows.
             modulation: modulation of B rows; None for the LM alone.
             max_new_tokens: largest number of tokens of an answer.
-            num_beams: number of beams of beam search, which allows no sampling; 1 for no beam search.
             weights: memory weight of each row for max-rule ensemble decoding (see `MaxRuleEnsemble`); None decodes with
                 the modulation only.
             sampling: how tokens are chosen, and which strings end an answer early.
             sources: for each row the texts that its answer may copy (see `ExtractiveDecoding`); None for free answers.
-
-        Raises:
-            ConfigError: for beams and sampling together.
         """
-        count = len(prompts)
-        if num_beams == 1:
-            steps = self._decode(prompts, modulation, weights, sampling, sources)
-            return self._answers(steps, count, max_new_tokens, sampling)
-        if sampling != GREEDY:
-            raise ConfigError(f"num_beams is {num_beams}, but beam search takes no {sampling}; set num_beams to 1")
-        if modulation is not None and modulation.next_positions is not None:
-            raise ConfigError(f"num_beams is {num_beams}, but documents in parallel take no beams; set num_beams to 1")
-        prompts, modulation, ensemble = _with_and_without(prompts, modulation, weights)
-        ids, mask, positions, segment_ids = self._padded(prompts, modulation)
-        extractive = self._extractive(sources, ids.shape[1], modulation, ensemble)
-        with attached(modulation, self.model):
-            output = self.model.generate(
-                input_ids=ids,
-                attention_mask=mask,
-                past_key_values=self._cache(modulation, num_beams),
-                **self._in_segments(positions, segment_ids),
-                max_new_tokens=max_new_tokens,
-                num_beams=num_beams,
-                do_sample=False,
-                logits_processor=[part for part in (self._abstaining(ids.shape[1]), extractive, ensemble) if part],
-                pad_token_id=self.tokenizer.pad_token_id,
-                eos_token_id=self.end_tokens,
-            )
-        return [text.strip() for text in self._decoded(output[:count, ids.shape[1] :])]
-
-    @torch.no_grad()
-    def generate_each(
-        self,
-        prompts: Sequence[Sequence[int]],
-        modulation: Modulation,
-        *,
-        max_new_tokens: int,
-        weights: Sequence[float],
-        sources: Sequence[Sequence[SpanSource]] | None = None,
-    ) -> list[list[str]]:
-        """Answers a batch of prompts greedily at each of several memory weights; all weights share the prompts' cache.
-
-        Args:
-            prompts: token ids of B rows.
-            modulation: modulation of B rows.
-            max_new_tokens: largest number of tokens of an answer.
-            weights: memory weights, from 0 (the LM alone) to 1 (see `MaxRuleEnsemble`).
-            sources: as for `generate`.
-
-        Returns:
-            For each weight B answers, equal to those of `generate` at this weight.
-        """
-        rows = len(prompts) * len(weights)
-        steps = self._decode(prompts, modulation, list(weights) * len(prompts), sources=sources, copies=len(weights))
-        texts = self._answers(steps, rows, max_new_tokens)
-        return [texts[first :: len(weights)] for first in range(len(weights))]
-
-    def _answers(
-        self,
-        steps: Generator[Tensor, Tensor | None, None],
-        rows: int,
-        max_new_tokens: int,
-        sampling: Sampling = GREEDY,
-    ) -> list[str]:
-        """Answers from the steps of `_decode`; only the first `rows` rows of each step count."""
+        steps = self._decode(prompts, modulation, weights, sampling, sources)
+        rows = len(prompts)  # an ensemble's steps have twice as many, in two equal halves
         ended = torch.zeros(rows, dtype=torch.bool, device=self.device)
         live = torch.arange(rows, device=self.device)  # rows that the steps still decode
         kept: Tensor | None = None
@@ -393,23 +329,20 @@ class BaseLM(nn.Module):
         weights: Sequence[float] | None,
         sampling: Sampling = GREEDY,
         sources: Sequence[Sequence[SpanSource]] | None = None,
-        copies: int = 1,
     ) -> Generator[Tensor, Tensor | None, None]:
         """Unbounded decoding: yields the next tokens `[B]`, or `[2B]` if decoding with and without memory.
 
-        The halves of `[2B]` are equal. B counts all copies. To continue with a subset of the rows, send a tensor of
-        their indices, below B; all other rows end.
+        The halves of `[2B]` are equal. To continue with a subset of the rows, send a tensor of their indices, below B;
+        all other rows end.
 
         Args:
             prompts: token ids of the rows.
             modulation: modulation of the rows; None for the LM alone.
-            weights: memory weights as for `generate`, one for each copy of each row.
+            weights: memory weights as for `generate`.
             sampling: how tokens are chosen.
-            sources: as for `generate`, one entry for each row, not for each copy.
-            copies: number of copies of each row, one after another. They share the pass over the prompt.
+            sources: as for `generate`.
         """
-        rows = len(prompts)
-        choose = TokenChoice(sampling, rows * copies)
+        choose = TokenChoice(sampling, len(prompts))
         prompts, modulation, ensemble = _with_and_without(prompts, modulation, weights)
         ids, mask, positions, segment_ids = self._padded(prompts, modulation)
         cache = growing(self._cache(modulation))
@@ -420,13 +353,6 @@ class BaseLM(nn.Module):
         while True:
             output = self._read(ids, mask, positions, cache, modulation, segments)
             cache, logits = growing(output.past_key_values), output.logits[:, -1]
-            if copies > 1:
-                places = torch.arange(len(ids), device=self.device).repeat_interleave(copies)
-                cache.reorder_cache(places)  # every kind of cache layer supports this
-                logits, mask, positions, written = (part[places] for part in (logits, mask, positions, written))
-                modulation = modulation and modulation.after_cache(places[: rows * copies])
-                extractive = extractive and extractive.of(places[: rows * copies])
-                copies = 1
             for processor in (abstaining, extractive, ensemble):
                 if processor:
                     logits = processor(written, logits)
@@ -439,7 +365,7 @@ class BaseLM(nn.Module):
                 if ensemble:
                     ensemble = ensemble.of(kept)
                     kept = torch.cat([kept, kept + len(tokens) // 2])
-                cache.reorder_cache(kept)
+                cache.reorder_cache(kept)  # every kind of cache layer supports this
                 tokens, mask, positions, written = (part[kept] for part in (tokens, mask, positions, written))
             ids = tokens[:, None]
             written = torch.cat([written, ids], 1)
@@ -505,9 +431,9 @@ class BaseLM(nn.Module):
                 **segments,
             )
 
-    def _cache(self, modulation: Modulation | None, repeats: int = 1) -> DynamicCache | None:
+    def _cache(self, modulation: Modulation | None) -> DynamicCache | None:
         """The prefix of a modulation, each layer's part on the device where the layer runs; None without a prefix."""
-        cache: Any = modulation.cache(self.dtype, repeats) if modulation else None
+        cache: Any = modulation.cache(self.dtype) if modulation else None
         if cache is not None:
             for entry, layer in zip(cache.layers, list_of_layers(self.model)[1], strict=True):
                 entry.keys, entry.values = (part.to(device_of(layer)) for part in (entry.keys, entry.values))
@@ -554,11 +480,6 @@ class BaseLM(nn.Module):
             positions = _in_front(front_positions, positions)
             segments = _in_front(torch.tensor(slots, device=self.device), segments)
         return ids, mask, positions, segments
-
-    def _in_segments(self, positions: Tensor, segment_ids: Tensor) -> dict[str, Tensor]:
-        """Arguments of the LM's `generate` for segments and positions; empty for an LM that takes no segments."""
-        segments = self.architecture.segment_arguments(segment_ids)
-        return {**segments, "position_ids": positions} if segments else {}
 
     def _padded_prompts(self, values: Sequence[Sequence[int]], answer_lengths: Sequence[int], ids: Tensor) -> Tensor:
         """One value for each prompt token, and 0 for padding and answers: `[B, L]`, aligned with the ids.

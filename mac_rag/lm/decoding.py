@@ -127,14 +127,14 @@ class MaxRuleEnsemble(LogitsProcessor):
         return MaxRuleEnsemble(self._weights[questions.cpu()].tolist())
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        """Log-probabilities `[2 N, vocabulary]`, equal in both halves. They sum to 1, which beam search needs.
+        """Log-probabilities `[2 B, vocabulary]`, equal in both halves.
 
         Args:
             input_ids: not used.
-            scores: logits `[2 N, vocabulary]`: N rows with memory, then the same rows without; N is B times the beams.
+            scores: logits `[2 B, vocabulary]`: B rows with memory, then the same rows without.
         """
         with_memory, without = scores.float().log_softmax(-1).chunk(2)
-        weights = self._weights.repeat_interleave(len(with_memory) // len(self._weights)).to(scores.device)[:, None]
+        weights = self._weights.to(scores.device)[:, None]
         highest = torch.maximum(with_memory + weights.log(), without + (1 - weights).log())
         return highest.log_softmax(-1).repeat(2, 1)
 
@@ -307,7 +307,7 @@ class ExtractiveDecoding(LogitsProcessor):
         """Scores `[N, vocabulary]`, `-inf` for tokens that may not come next.
 
         Args:
-            input_ids: `[N, L]`, prompts and answers so far. N is B times the beams, and twice that with `halves`.
+            input_ids: `[N, L]`, prompts and answers so far. N is B, and twice that with `halves`.
             scores: `[N, vocabulary]`, logits or log-probabilities.
         """
         generated = input_ids[:, self._prompt_length :]
@@ -325,22 +325,19 @@ class ExtractiveDecoding(LogitsProcessor):
         """Scores of the tokens that continue a span, and for each row True if the answer so far begins a span."""
         device = scores.device
         tokens, starts, stops = (part.to(device) for part in (self._tokens, self._starts, self._stops))
-        owner = torch.arange(len(scores), device=device) // (len(scores) // len(tokens))
         length = generated.shape[1]
         # Places where a span that equals the answer so far may begin.
-        begins = starts[owner]
-        if length:
-            begins &= tokens[owner] == generated[:, :1]
+        begins = starts & (tokens == generated[:, :1]) if length else starts
         rows, places = begins.nonzero(as_tuple=True)
         for step in range(1, length):
-            same = tokens[owner[rows], places + step] == generated[rows, step]
+            same = tokens[rows, places + step] == generated[rows, step]
             rows, places = rows[same], places[same]
         allowed = torch.zeros(scores.shape, dtype=torch.bool, device=device)
-        following = tokens[owner[rows], places + length]
+        following = tokens[rows, places + length]
         goes_on = following != _NO_TOKEN
         allowed[rows[goes_on], following[goes_on]] = True
         if length:
-            stopping = rows[stops[owner[rows], places + length - 1]]
+            stopping = rows[stops[rows, places + length - 1]]
             for token in self._end_tokens:
                 allowed[stopping, token] = True
         matched = torch.zeros(len(scores), dtype=torch.bool, device=device)

@@ -162,18 +162,6 @@ class AmortizedModel(MACModel, kind=checkpoint.AMORTIZED, config_class=MACConfig
         if dtype is None and self.calibration is not None and self.calibration.fingerprint == self.fingerprint:
             self.calibration.write(Path(folder))
 
-    def push_to_hub(self, repository: str, *, private: bool = True, token: str | None = None) -> str:
-        """Uploads a checkpoint to a model repository on the Hub and returns its address."""
-        return checkpoint.upload(
-            self._parts(),
-            self.mac_state(),
-            repository,
-            private=private,
-            token=token,
-            lm_was_trained=self.base_lm_trained,
-            quantizer=self._quantizer,
-        )
-
     @property
     def _quantizer(self) -> ProductQuantizer | None:
         """The codebooks for banks with rows `pq`; None if training has changed the weights they were fitted to."""
@@ -332,13 +320,12 @@ class AmortizedModel(MACModel, kind=checkpoint.AMORTIZED, config_class=MACConfig
         return projected if dates is None else replace(projected, dates=dates.to(self.device))
 
     @torch.no_grad()
-    def aggregate(self, questions: Sequence[str], bank: Tensor | BankView, *, mask: Tensor | None = None) -> Tensor:
+    def aggregate(self, questions: Sequence[str], bank: Tensor | BankView) -> Tensor:
         """phi* `[B, T, D]` of each question (equation 1).
 
         Args:
             questions: B texts.
             bank: memory tokens from `amortize`, or a view of them.
-            mask: `[B, K]`, True where a question may see a document.
 
         Raises:
             BankError: for an empty bank.
@@ -346,7 +333,7 @@ class AmortizedModel(MACModel, kind=checkpoint.AMORTIZED, config_class=MACConfig
         """
         view, encoded = self._view(bank), self._encode(questions)
         asked, look = self.asked(questions), self.look(questions)
-        phi: Tensor = self.aggregation(encoded, view, mask=mask, asked=asked, look=look)[0]
+        phi: Tensor = self.aggregation(encoded, view, asked=asked, look=look)[0]
         return phi
 
     @torch.no_grad()

@@ -423,7 +423,6 @@ class MACModel(nn.Module, ABC):
         *,
         modulation: Phi | None = None,
         max_new_tokens: int | None = None,
-        num_beams: int = 1,
         memory_weight: float | None = None,
         sampling: Sampling = GREEDY,
     ) -> list[str]:
@@ -434,12 +433,11 @@ class MACModel(nn.Module, ABC):
             contexts: documents before each question; only for questions that are texts.
             modulation: phi* `[B, T, D]`; None for the frozen LM alone.
             max_new_tokens: largest number of tokens of an answer; None for the configured one.
-            num_beams: number of beams of beam search; 1 for no beam search.
             memory_weight: lambda after documents (see `mac_rag.lm.decoding`); None for the configured weight.
             sampling: how tokens are chosen, and which strings end an answer early.
 
         Raises:
-            ConfigError: for a memory_weight that is not above 0 and at most 1, and for beams and sampling together.
+            ConfigError: for a memory_weight that is not above 0 and at most 1.
         """
         fitted = self._as_fitted(prompts, contexts)
         weights = self._weights(fitted, memory_weight)
@@ -449,41 +447,12 @@ class MACModel(nn.Module, ABC):
                 [self.ids_read(fitted[i], with_memory=modulation is not None) for i in rows],
                 None if modulation is None else self._modulation(modulation[rows]),
                 max_new_tokens=max_new_tokens or self.config.max_new_tokens,
-                num_beams=num_beams,
                 weights=None if weights is None else [weights[i] for i in rows],
                 sampling=sampling,
                 sources=self.span_sources([fitted[i] for i in rows]),
             )
             for i, text in zip(rows, texts, strict=True):
                 answers[i] = text
-        return answers
-
-    @torch.no_grad()
-    def generate_each(
-        self, prompts: Sequence[FittedPrompt], modulation: Phi, weights: Sequence[float]
-    ) -> list[list[str]]:
-        """Greedy answers after documents at each of several memory weights; all weights share the prompts' cache.
-
-        Args:
-            prompts: B questions, each after at least one document.
-            modulation: phi* `[B, T, D]`.
-            weights: values of lambda (see `mac_rag.lm.decoding`), from 0 (the frozen LM alone) to 1.
-
-        Returns:
-            B answers for each weight.
-        """
-        answers = [[""] * len(prompts) for _ in weights]
-        for rows in self._batches(prompts, modulation):
-            each = self.base_lm.generate_each(
-                [prompts[i].ids for i in rows],
-                self._modulation(modulation[rows]),
-                max_new_tokens=self.config.max_new_tokens,
-                weights=weights,
-                sources=self.span_sources([prompts[i] for i in rows]),
-            )
-            for at_weight, texts in zip(answers, each, strict=True):
-                for i, text in zip(rows, texts, strict=True):
-                    at_weight[i] = text
         return answers
 
     @torch.no_grad()

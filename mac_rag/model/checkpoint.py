@@ -20,7 +20,6 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -161,27 +160,6 @@ def unexpected(folder: Path) -> Iterator[None]:
         raise ModelLoadError(
             f"the checkpoint {folder} cannot be loaded: {type(error).__name__}: {detail[0][:500]}; download it again"
         ) from error
-
-
-def upload(
-    parts: Parts,
-    weights: Mapping[str, Tensor],
-    repository: str,
-    *,
-    private: bool,
-    token: str | None,
-    lm_was_trained: bool,
-    quantizer: ProductQuantizer | None,
-) -> str:
-    """Uploads a checkpoint; see `AmortizedModel.push_to_hub`."""
-    from huggingface_hub import HfApi
-
-    api = HfApi(token=token)
-    with TemporaryDirectory() as folder:
-        write(parts, weights, Path(folder), None, lm_was_trained=lm_was_trained, quantizer=quantizer)
-        address = api.create_repo(repository, private=private, exist_ok=True)
-        api.upload_folder(repo_id=repository, folder_path=folder)
-    return str(address)
 
 
 def fill(parameters: Mapping[str, Tensor], path: Path) -> None:

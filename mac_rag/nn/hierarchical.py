@@ -12,7 +12,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from mac_rag.errors import ConfigError
 from mac_rag.nn.aggregation import AggregationNetwork
 from mac_rag.nn.attended_bank import AttendedBank
 from mac_rag.nn.bank_view import BankProjection, BankRows, BankView
@@ -78,18 +77,13 @@ def hierarchical(
         network: h_psi.
         question: B questions, encoded by the input encoder.
         bank: a view of K rows.
-        subgroup: M, at least 2.
+        subgroup: M, at least 2 (`AttentionConfig`): groups of one would never become fewer.
         asked: `[B]`, as for `AggregationNetwork.forward`.
         budget: numbers held in memory at once.
 
     Returns:
         phi* `[B, T, D]`.
-
-    Raises:
-        ConfigError: for M below 2, with which modulations would never become fewer.
     """
-    if subgroup < 2:
-        raise ConfigError(f"subgroup is {subgroup}, so groups would never become fewer; choose at least 2")
     level = _bank_rows(network, question, bank, asked)
     remaining = bank.documents
     while True:

@@ -76,12 +76,10 @@ class Modulation(ABC):
         """Number of the LM's rows that see the prefix; they come first."""
         return rows
 
-    def cache(self, dtype: torch.dtype, repeats: int = 1) -> DynamicCache | None:
+    def cache(self, dtype: torch.dtype) -> DynamicCache | None:
         """A key-value cache that holds the prefix; None without a prefix. Each call makes a new one: use changes it.
 
-        Args:
-            dtype: the LM's dtype, in which its attention computes keys and values.
-            repeats: number of consecutive copies of each row, for beam search.
+        `dtype`: the LM's, in which its attention computes keys and values.
         """
         return None
 
@@ -119,9 +117,8 @@ class PrefixModulation(Modulation):
     def shown_rows(self, rows: int) -> int:
         return rows // 2 if self._half else rows
 
-    def cache(self, dtype: torch.dtype, repeats: int = 1) -> DynamicCache:
-        rows = self._keys_values.repeat_interleave(repeats, 0) if repeats > 1 else self._keys_values
-        rows = rows.to(dtype)
+    def cache(self, dtype: torch.dtype) -> DynamicCache:
+        rows = self._keys_values.to(dtype)
         # Without a configuration the cache keeps all positions, even in layers with a sliding window.
         return DynamicCache([(layer[:, 0], layer[:, 1]) for layer in rows.unbind(1)])
 
@@ -140,22 +137,18 @@ class Change:
 
     Attributes:
         function: `(input, output, *values) -> changed output`.
-        values: tensors `[B, ...]`, repeated to the rows of the LM's batch (beam search makes it a multiple of B).
+        values: tensors `[B, ...]`; with B = 1, one for all rows of the LM's batch.
     """
 
     function: Callable[..., Tensor]
     values: tuple[Tensor, ...]
 
     def __call__(self, inputs: Tensor, output: Tensor) -> Tensor:
-        return self.function(inputs, output, *(_repeated(value, len(output)) for value in self.values))
+        return self.function(inputs, output, *(value.expand(len(output), *value.shape[1:]) for value in self.values))
 
     def of(self, rows: Tensor) -> Change:
         """The change for a subset of the rows, by their indices."""
         return Change(self.function, tuple(value[rows.to(value.device)] for value in self.values))
-
-
-def _repeated(value: Tensor, rows: int) -> Tensor:
-    return value.expand(rows, *value.shape[1:]) if len(value) == 1 else value.repeat_interleave(rows // len(value), 0)
 
 
 class HookedModulation(Modulation):
@@ -261,10 +254,13 @@ class PrefixTuning(ModulationNetwork):
         return PrefixModulation(generated if self.sink is None else self.sink(generated))
 
 
+_LORA_ALPHA = 16.0
+
+
 class LoRA(ModulationNetwork):
     """LoRA generated for each question: each token of phi* gives one rank-one update of each changed linear layer.
 
-    The update of a layer of `n` inputs is `x -> scale / T * sum_t (x . a_t) / sqrt(n) b_t`. The map to `b` starts at
+    The update of a layer of `n` inputs is `x -> alpha / T * sum_t (x . a_t) / sqrt(n) b_t`. The map to `b` starts at
     zero, so an untrained network leaves the LM unchanged. The root gives `a` the initial size of LoRA's own; without
     it, training hardly moves.
 
@@ -273,17 +269,14 @@ class LoRA(ModulationNetwork):
         tokens: T, the rank.
         width: D.
         bottleneck: inner width of a two-layer map; None for one linear layer.
-        scale: LoRA's alpha.
     """
 
-    def __init__(
-        self, shape: LMShape, tokens: int, width: int, *, bottleneck: int | None = None, scale: float = 16.0
-    ) -> None:
+    def __init__(self, shape: LMShape, tokens: int, width: int, *, bottleneck: int | None = None) -> None:
         super().__init__()
         self.names = tuple(shape.linears)
         self.inputs = [shape.linears[name][0] for name in self.names]
         self.outputs = [shape.linears[name][1] for name in self.names]
-        self.scale = scale / tokens
+        self.scale = _LORA_ALPHA / tokens
         self.norm = nn.LayerNorm(width)
         self.to_a = _linear(width, bottleneck, sum(self.inputs))
         self.to_b = _linear(width, bottleneck, sum(self.outputs), zero=True)

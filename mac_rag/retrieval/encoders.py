@@ -32,7 +32,7 @@ from mac_rag.retrieval.dense import Vectors
 Pooling = Literal["mean", "pooler"]
 Advance = Callable[[int], None] | None
 
-BATCH_TOKENS = 16_384
+BATCH_TOKENS = 16_384  # most tokens in a batch, padding included
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,6 @@ class Tower:
         pooling: `mean` for the mean of the hidden states of all tokens, `pooler` for the model's own pooled output.
         normalize: True to scale vectors to length 1, which makes the dot product a cosine.
         max_tokens: longest text in tokens; longer ones are truncated.
-        batch_tokens: most tokens in a batch, padding included.
     """
 
     model: nn.Module
@@ -53,7 +52,6 @@ class Tower:
     pooling: Pooling
     normalize: bool
     max_tokens: int
-    batch_tokens: int = BATCH_TOKENS
 
     def __post_init__(self) -> None:
         self._tokenized([""])  # this sets the tokenizer's truncation for good, so that threads can share it
@@ -75,7 +73,7 @@ class Tower:
         if not texts:
             return vectors
         rows = self._tokenized(list(texts))
-        for bucket in length_buckets(list(map(len, rows)), self.batch_tokens):
+        for bucket in length_buckets(list(map(len, rows)), BATCH_TOKENS):
             # The mask hides the padding, so any id will do.
             ids, mask = pad_rows([rows[i] for i in bucket], 0, device)
             vectors[bucket] = self._pooled(ids, mask).float().cpu().numpy()
@@ -130,21 +128,18 @@ class TowerEncoder:
         return self._questions(texts)
 
 
-def contriever(
-    place: str = "facebook/contriever", *, device: str | None = None, batch_tokens: int = BATCH_TOKENS
-) -> TowerEncoder:
+def contriever(place: str = "facebook/contriever", *, device: str | None = None) -> TowerEncoder:
     """Contriever (Izacard et al., 2022): mean over all tokens, dot product, texts of up to 512 tokens.
 
     Args:
         place: `facebook/contriever`, `facebook/contriever-msmarco`, either with `@REVISION`, or a folder.
         device: device of the network; None for a GPU if there is one.
-        batch_tokens: number of tokens in a batch, padding included.
 
     Raises:
         ModelLoadError: if there is no such model.
         ConfigError: if there is no such device.
     """
-    tower = _tower(place, AutoModel, AutoTokenizer, "mean", False, 512, device, batch_tokens)
+    tower = _tower(place, AutoModel, AutoTokenizer, "mean", False, 512, device)
     return TowerEncoder("contriever", tower, tower)
 
 
@@ -243,7 +238,6 @@ def _tower(
     normalize: bool,
     max_tokens: int,
     device: str | None,
-    batch_tokens: int = BATCH_TOKENS,
 ) -> Tower:
     name, revision = split_revision(place)
     revision = pinned(name, revision)
@@ -260,7 +254,6 @@ def _tower(
         pooling,
         normalize,
         min(max_tokens, int(network.config.max_position_embeddings)),
-        batch_tokens,
     )
 
 

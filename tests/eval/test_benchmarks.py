@@ -88,14 +88,20 @@ def test_data_of_ones_own_give_the_rows_of_a_benchmark(evaluate: Evaluate, tmp_p
     assert own.result.data == Data(name="own", split="all", source="mine.jsonl", documents=9, questions=9)
 
 
-def test_questions_without_documents_have_no_recall(evaluate: Evaluate, tmp_path: Path) -> None:
+def test_questions_without_documents_have_neither_recall_nor_reference_contexts(
+    evaluate: Evaluate, tmp_path: Path
+) -> None:
     (tmp_path / "corpus.jsonl").write_text(
         "".join(json.dumps({"id": str(i), "contents": f"Town {i}."}) + "\n" for i in range(4))
     )
     (tmp_path / "test.jsonl").write_text('{"id": "q", "question": "Which town?", "golden_answers": ["Town 1"]}\n')
-    result, _, samples, _ = evaluate("qa", "--data", tmp_path, "--retriever", "bm25", "--k", 2)
+    options = ("--retriever", "bm25", "--k", 2, "--export", tmp_path / "out")
+    result, _, samples, _ = evaluate("qa", "--data", tmp_path, *options)
     assert [row.recall_at_k for row in result.rows] == [None] * 4
     assert samples[0].document_id is None
+    [line] = (tmp_path / "out" / "MAC.ragas.jsonl").read_text().splitlines()
+    assert set(json.loads(line)) == set(RAGAS) - {"reference_contexts", "reference_context_ids"}
+    assert json.loads(line)["retrieved_contexts"] == []
 
 
 @pytest.mark.parametrize("columns", ["question", "question=", "question=q,question=p", "=q"])
@@ -219,15 +225,6 @@ def test_each_row_of_a_run_becomes_records_of_both_evaluators(evaluate: Evaluate
             assert set(result) == RAGCHECKER
             assert result["query_id"] == sample.id
             assert result["retrieved_context"] == [{"doc_id": name, "text": texts[name]} for name in verdict.retrieved]
-
-
-def test_questions_without_documents_have_no_reference_contexts(evaluate: Evaluate, tmp_path: Path) -> None:
-    (tmp_path / "corpus.jsonl").write_text('{"id": "1", "contents": "Town 1."}\n')
-    (tmp_path / "test.jsonl").write_text('{"id": "q", "question": "Which town?", "golden_answers": ["Town 1"]}\n')
-    evaluate("qa", "--data", tmp_path, "--export", tmp_path / "out")
-    [line] = (tmp_path / "out" / "MAC.ragas.jsonl").read_text().splitlines()
-    assert set(json.loads(line)) == set(RAGAS) - {"reference_contexts", "reference_context_ids"}
-    assert json.loads(line)["retrieved_contexts"] == []
 
 
 def test_a_place_that_cannot_be_a_folder_is_refused_before_the_work(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from llama_index.core import PromptTemplate, VectorStoreIndex
 from llama_index.core.base.llms.types import ChatMessage, ImageBlock, MessageRole
 from llama_index.core.bridge.pydantic import BaseModel
 from llama_index.core.evaluation import CorrectnessEvaluator, FaithfulnessEvaluator, RelevancyEvaluator
+from llama_index.core.output_parsers import PydanticOutputParser
 from llama_index.core.postprocessor import LLMRerank
 from llama_index.core.program import LLMTextCompletionProgram
 from llama_index.core.prompts import ChatPromptTemplate
@@ -186,6 +187,9 @@ def test_structured_output_by_text(make_llm: LLMFactory) -> None:
     assert llm.structured_predict(Opening, template, text=FACTS["bridge"]) == expected
     assert asyncio.run(llm.astructured_predict(Opening, template, text=FACTS["bridge"])) == expected
     assert llm.as_structured_llm(Opening).complete("Find it.").raw == expected
+    parsed = PromptTemplate("{context_str}\n{query_str}", output_parser=PydanticOutputParser(Opening))
+    said = llm.predict(parsed, query_str="Find it.", context_str=FACTS["river"])
+    assert Opening.model_validate_json(said) == expected
     assert script.prompts[0].count(FACTS["bridge"]) == 1
 
 

@@ -16,11 +16,8 @@ from langchain_core.messages import AIMessage, HumanMessage, SystemMessage
 from llama_index.core import Document, PromptTemplate, VectorStoreIndex
 from llama_index.core.agent.workflow import ReActAgent
 from llama_index.core.base.llms.types import ChatMessage
-from llama_index.core.bridge.pydantic import BaseModel
 from llama_index.core.evaluation import FaithfulnessEvaluator, RelevancyEvaluator
 from llama_index.core.ingestion import IngestionPipeline
-from llama_index.core.output_parsers import PydanticOutputParser
-from llama_index.core.program import LLMTextCompletionProgram
 from llama_index.core.query_engine import CitationQueryEngine
 from llama_index.core.schema import QueryBundle
 from llama_index.core.tools import FunctionTool
@@ -32,7 +29,6 @@ from mac_rag.cli.chat import Conversation
 from mac_rag.config import BaseLMConfig
 from mac_rag.data.types import Document as MACDocument
 from mac_rag.engine import MACEngine
-from mac_rag.errors import InstructionError
 from mac_rag.integrations.langchain import ChatMAC, create_documents_chain
 from mac_rag.integrations.llama_index import (
     MACLLM,
@@ -204,13 +200,6 @@ class TestQueryEngines:
         assert f"Source 1:\n{FACTS['bridge']}" in prompts[-1]
 
 
-class Opening(BaseModel):
-    """An opening."""
-
-    who: str
-    what: str
-
-
 class TestInstructions:
     @pytest.mark.parametrize("mode", ["condense_question", "condense_plus_context", "context", "simple"])
     def test_chat_engines(self, mode: Any, make_llm: Any, index: VectorStoreIndex) -> None:
@@ -232,17 +221,6 @@ class TestInstructions:
         assert RelevancyEvaluator(llm=llm).evaluate(query=QUESTION, response="Anna Berg", contexts=contexts).passing
         assert all(in_memory(prompt) == set(REMEMBERED) for prompt in script.prompts)
 
-    def test_structured_output(self, make_llm: Any) -> None:
-        llm, _ = make_llm({"JSON schema": '{"who": "Anna Berg", "what": "a bridge"}'})
-        template, expected = PromptTemplate("Find the opening: {text}"), Opening(who="Anna Berg", what="a bridge")
-        program = LLMTextCompletionProgram.from_defaults(output_cls=Opening, llm=llm, prompt=template)
-        assert program(text=FACTS["river"]) == expected
-        assert llm.structured_predict(Opening, template, text=FACTS["river"]) == expected
-        assert llm.as_structured_llm(Opening).complete("Find it.").raw == expected
-        parsed = PromptTemplate(SLOTS.template, output_parser=PydanticOutputParser(Opening))
-        said = llm.predict(parsed, query_str="Find it.", context_str=FACTS["river"])
-        assert Opening.model_validate_json(said) == expected
-
     def test_an_agent_by_text(self, make_llm: Any) -> None:
         llm, script = make_llm(
             {
@@ -262,26 +240,6 @@ class TestInstructions:
 
         assert asyncio.run(ask()) == "It is 42."
         assert "count" in script.prompts[0]
-
-    def test_sampling_streams_and_system_prompts(self, llm: MACLLM, prompts: list[str]) -> None:
-        said = [ChatMessage(role="system", content="Be brief."), ChatMessage(content=QUESTION)]
-        warm: Any = {"temperature": 2.0, "top_p": 0.9, "seed": 3}
-        first = llm.chat(said, **warm).message.content
-        assert "Be brief." in prompts[-1]
-        assert first != llm.chat(said).message.content
-        assert first == [piece.message.content for piece in llm.stream_chat(said, **warm)][-1].strip()
-        assert llm.chat(said, **warm, stop=first[2:4]).message.content == first.split(first[2:4])[0].strip()
-
-    def test_without_a_chat_they_are_refused(self, plain_model: OwnKVModel, index: VectorStoreIndex) -> None:
-        llm = MACLLM(engine=informed(plain_model))
-        chat = index.as_chat_engine("condense_question", llm=llm)
-        chat.chat(QUESTION)
-        with pytest.raises(InstructionError, match="rewrite a follow-up question"):
-            chat.chat("And the museum?")
-        with pytest.raises(InstructionError, match="asks for more than an answer"):
-            CitationQueryEngine.from_args(index, llm=llm).query(QUESTION)
-        with pytest.raises(InstructionError, match="neither structured output nor tools"):
-            llm.as_structured_llm(Opening)
 
 
 class TestComponents:

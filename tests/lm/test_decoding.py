@@ -148,11 +148,6 @@ def test_settings_out_of_range_are_errors(values: dict[str, object], message: st
         Sampling(**values)  # type: ignore[arg-type]
 
 
-def test_beams_refuse_sampling(lm: BaseLM) -> None:
-    with pytest.raises(ConfigError, match=r"num_beams is 2, .* set num_beams to 1"):
-        lm.generate([lm.prompts.prompt("Who?")], None, max_new_tokens=2, num_beams=2, sampling=WARM)
-
-
 def test_every_end_token_of_the_generation_config_ends_an_answer(tiny_model: MACModel) -> None:
     lm = tiny_model.base_lm
     prompt = lm.prompts.prompt(QUESTIONS[0])
@@ -167,11 +162,10 @@ def test_every_end_token_of_the_generation_config_ends_an_answer(tiny_model: MAC
     assert ending.generate([prompt], modulation, max_new_tokens=8, sampling=WARM) == [expected]
     assert "".join(ending.stream(prompt, modulation, max_new_tokens=8, sampling=WARM)) == expected
 
-    lm.model.generation_config.eos_token_id = list(range(len(lm.tokenizer) - 1))  # beams need one that does not end
+    lm.model.generation_config.eos_token_id = list(range(len(lm.tokenizer)))
     silent = BaseLM(lm.model, lm.tokenizer, lm.prompts.format)
-    assert lm.generate_each([prompt], modulation, max_new_tokens=8, weights=[1.0]) != [[""]]
-    assert silent.generate_each([prompt], modulation, max_new_tokens=8, weights=[1.0]) == [[""]]
-    assert silent.generate([prompt], modulation, max_new_tokens=8, num_beams=2) == [""]
+    assert lm.generate([prompt], modulation, max_new_tokens=8) != [""]
+    assert silent.generate([prompt], modulation, max_new_tokens=8) == [""]
 
 
 def test_a_tokenizer_without_padding_is_padded_by_its_end_token(model_folder: Folder, tmp_path: Path) -> None:
@@ -260,7 +254,6 @@ def test_abstention_in_every_way_of_answering(model_folder: Folder, share: float
     word = lm.tokenizer.decode([first])
     answers = lm.generate(prompts, None, max_new_tokens=1)
     assert [answer == word for answer in answers] == [share > 0.5] * 2
-    assert answers == lm.generate(prompts, None, max_new_tokens=1, num_beams=2)
     assert answers == ["".join(lm.stream(prompt, None, max_new_tokens=1)) for prompt in prompts]
     longer = lm.generate(prompts, None, max_new_tokens=3)
     assert all(answer.endswith(2 * word) for answer in longer)  # after the first token nothing is changed
@@ -315,24 +308,22 @@ SOURCES = st.lists(
 )
 
 
-@given(
-    st.lists(SOURCES, min_size=1, max_size=3), st.integers(0, 5), st.integers(1, 2), st.randoms(use_true_random=False)
-)
+@given(st.lists(SOURCES, min_size=1, max_size=3), st.integers(0, 5), st.randoms(use_true_random=False))
 def test_the_tokens_that_may_follow_are_those_that_a_search_finds(
-    sources: list[list[SpanSource]], length: int, beams: int, random: object
+    sources: list[list[SpanSource]], length: int, random: object
 ) -> None:
     generator = torch.Generator().manual_seed(random.randint(0, 999))  # type: ignore[attr-defined]
-    rows = len(sources) * beams
+    rows = len(sources)
     answers = torch.randint(1, VOCABULARY, (rows, length), generator=generator)
     for row in range(rows):  # half of the answers begin as a source does
-        texts = [one for one in sources[row // beams] if len(one.ids) >= length]
+        texts = [one for one in sources[row] if len(one.ids) >= length]
         if texts and row % 2 == 0:
             answers[row] = torch.tensor(texts[0].ids[:length], dtype=torch.int64)
     scores = torch.randn(rows, VOCABULARY, generator=generator)
     decoding = ExtractiveDecoding(sources, prompt_length=2, end_tokens=[END], numerals=[NUMERAL])
     result = decoding(torch.cat([torch.zeros(rows, 2, dtype=torch.int64), answers], 1), scores)
     for row in range(rows):
-        expected = allowed_by_search(sources[row // beams], answers[row].tolist(), VOCABULARY, [END], [NUMERAL])
+        expected = allowed_by_search(sources[row], answers[row].tolist(), VOCABULARY, [END], [NUMERAL])
         assert set(result[row].isfinite().nonzero()[:, 0].tolist()) == expected
         kept = result[row].isfinite()
         assert torch.equal(result[row][kept], scores[row][kept])
@@ -392,37 +383,6 @@ def test_extractive_generation_and_streaming_are_the_plain_loop(model_folder: Fo
             assert "".join(pieces) == expected[i]
 
 
-def test_extractive_answers_at_several_weights_are_those_at_one(model_folder: Folder) -> None:
-    lm, network, phi = modulated_lm(model_folder("llama"), "prefix")
-    with torch.no_grad():
-        each = lm.generate_each(PROMPTS, network(phi), max_new_tokens=8, weights=[0.0, 0.5, 1.0], sources=SPANS)
-        expected = [
-            lm.generate(PROMPTS, None, max_new_tokens=8, sources=SPANS),
-            lm.generate(PROMPTS, network(phi), max_new_tokens=8, weights=[0.5] * 3, sources=SPANS),
-            lm.generate(PROMPTS, network(phi), max_new_tokens=8, sources=SPANS),
-        ]
-    assert each == expected
-    assert expected[0] != expected[2]
-
-
-@pytest.mark.parametrize("weights", [None, WEIGHTS])
-def test_an_extractive_batch_with_beams_is_its_rows(model_folder: Folder, weights: list[float] | None) -> None:
-    lm, network, phi = modulated_lm(model_folder("llama"), "prefix")
-    options = {"max_new_tokens": 6, "num_beams": 3}
-    modulation = None if weights is None else network(phi)
-    whole = lm.generate(PROMPTS, modulation, weights=weights, sources=SPANS, **options)
-    for i, prompt in enumerate(PROMPTS):
-        one = None if weights is None else network(phi[i : i + 1])
-        weight = None if weights is None else weights[i : i + 1]
-        assert lm.generate([prompt], one, weights=weight, sources=SPANS[i : i + 1], **options) == whole[i : i + 1]
-    if weights is None:
-        spans = [" ".join(map(str, ids)) for ids in ([71, 72, 73], [72, 73], [80, 81])]
-        ids = lm.tokenizer(whole[2], add_special_tokens=False).input_ids
-        assert lm.tokenizer.decode(ids).strip() in {
-            lm.tokenizer.decode(list(map(int, span.split()))).strip() for span in spans
-        }
-
-
 def test_spans_are_whole_words(model_folder: Folder) -> None:
     lm, _, _ = modulated_lm(model_folder("llama"), "prefix")
     tokenizer = lm.prompts.texts
@@ -463,9 +423,7 @@ def test_a_model_answers_with_spans_of_its_documents_or_fixed_answers(tiny_model
     for i in range(3):
         assert "".join(tiny_model.stream(questions[i], contexts[i])) == answers[i]
     phi = torch.randn(3, tiny_model.config.tokens, tiny_model.base_lm.width)
-    prompts = [tiny_model.fit_to_window(question, texts) for question, texts in zip(questions, contexts)]
-    alone = tiny_model.generate_each(prompts[:2], phi[:2], [0.0])[0]
-    assert alone == answers[:2]
+    assert tiny_model.generate(questions[:2], contexts[:2], modulation=phi[:2], memory_weight=1e-6) == answers[:2]
 
 
 def test_text_tokenizers_of_wordpiece_begin_no_span_within_a_word() -> None:
@@ -502,25 +460,14 @@ def test_ensembles_generate_and_stream_what_the_plain_loop_says(model_folder: Fo
         assert "".join(pieces) == expected[i]
 
 
-@pytest.mark.parametrize(("name", "kind"), EACH)
-def test_an_ensembles_batch_with_beams_is_its_rows(model_folder: Folder, name: str, kind: str) -> None:
-    lm, network, phi = modulated_lm(model_folder(name), kind)
-    whole = lm.generate(PROMPTS, network(phi), max_new_tokens=6, num_beams=3, weights=WEIGHTS)
-    for i, prompt in enumerate(PROMPTS):
-        one = lm.generate([prompt], network(phi[i : i + 1]), max_new_tokens=6, num_beams=3, weights=WEIGHTS[i : i + 1])
-        assert whole[i : i + 1] == one
-    plain = lm.generate(PROMPTS[2:], network(phi[2:]), max_new_tokens=6, num_beams=3)
-    assert whole[2:] == plain  # all under the modulation
-
-
-@given(st.lists(st.floats(0.01, 1.0), min_size=1, max_size=3), st.integers(1, 3), st.integers(0, 9))
-def test_the_two_halves_get_the_same_distribution(weights: list[float], beams: int, seed: int) -> None:
-    rows = len(weights) * beams
+@given(st.lists(st.floats(0.01, 1.0), min_size=1, max_size=3), st.integers(0, 9))
+def test_the_two_halves_get_the_same_distribution(weights: list[float], seed: int) -> None:
+    rows = len(weights)
     scores = torch.randn(2 * rows, 7, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
     mixed = MaxRuleEnsemble(weights)(torch.zeros(2 * rows, 1), scores)
     assert torch.equal(mixed[:rows], mixed[rows:])
     for row in range(rows):
-        weight = weights[row // beams]
+        weight = weights[row]
         readings = weight * scores[row].softmax(-1), (1 - weight) * scores[rows + row].softmax(-1)
         expected = torch.maximum(*readings)
         assert torch.allclose(mixed[row].exp().double(), expected / expected.sum(), atol=1e-6)

@@ -93,19 +93,17 @@ def test_a_prompt_sees_itself_and_an_answer_only_what_was_before(lm: BaseLM) -> 
     assert torch.allclose(plain, lm.model(ids[:, :4]).logits, atol=1e-5)  # without a prompt it is a causal LM
 
 
-@pytest.mark.parametrize("beams", [1, 3])
-def test_generation_is_what_the_losses_say(lm: BaseLM, beams: int) -> None:
-    together = lm.generate(PROMPTS, None, max_new_tokens=5, num_beams=beams)
-    assert together == [lm.generate([p], None, max_new_tokens=5, num_beams=beams)[0] for p in PROMPTS]
+def test_generation_is_what_the_losses_say(lm: BaseLM) -> None:
+    together = lm.generate(PROMPTS, None, max_new_tokens=5)
+    assert together == [lm.generate([p], None, max_new_tokens=5)[0] for p in PROMPTS]
     whole = lm.answer_loss(PROMPTS, ANSWERS, None)
     one_by_one = [lm.answer_loss([p], [a], None)[0] for p, a in zip(PROMPTS, ANSWERS, strict=True)]
     torch.testing.assert_close(whole, torch.stack(one_by_one))
-    if beams == 1:
-        assert ["".join(lm.stream(p, None, max_new_tokens=5)) for p in PROMPTS] == together
-        # What greedy generation chose is the most likely first token of all, token by token.
-        first = lm.model(torch.tensor([PROMPTS[0]]), segment_ids=torch.ones(1, 3)).logits[0, -1]
-        losses = lm.answer_loss([PROMPTS[0]] * VOCABULARY, [[token] for token in range(VOCABULARY)], None)
-        assert int(losses.argmin()) == int(first.argmax())
+    assert ["".join(lm.stream(p, None, max_new_tokens=5)) for p in PROMPTS] == together
+    # What greedy generation chose is the most likely first token of all, token by token.
+    first = lm.model(torch.tensor([PROMPTS[0]]), segment_ids=torch.ones(1, 3)).logits[0, -1]
+    losses = lm.answer_loss([PROMPTS[0]] * VOCABULARY, [[token] for token in range(VOCABULARY)], None)
+    assert int(losses.argmin()) == int(first.argmax())
 
 
 def test_a_prefix_lm_comes_back_and_carries_a_memory(prefix_lm_folder: Path, tmp_path: Path) -> None:
@@ -297,17 +295,15 @@ def test_the_loss_over_parallel_documents_in_float64(prefix_lm_folder: Path) -> 
     torch.testing.assert_close(losses[:2], plain.answer_loss(prompts, [answer] * 2, None))
 
 
-@pytest.mark.parametrize("beams", [1, 3])
-def test_a_batch_answers_as_its_questions_alone(model: MACModel, beams: int) -> None:
+def test_a_batch_answers_as_its_questions_alone(model: MACModel) -> None:
     questions = [QUESTION, "Who opened a bridge in the town of Lisbon?", "What fell?"]
     contexts: list[list[str]] = [TEXTS, TEXTS[:1], TEXTS[1:]]
     phi = model.aggregate(questions, model.amortize(TEXTS))
-    together = model.generate(questions, contexts, modulation=phi, num_beams=beams)
+    together = model.generate(questions, contexts, modulation=phi)
     for place, question in enumerate(questions):
         own = phi[place : place + 1]
-        assert model.generate([question], [contexts[place]], modulation=own, num_beams=beams) == [together[place]]
-        if beams == 1:
-            assert "".join(model.stream(question, contexts[place], modulation=own)) == together[place]
+        assert model.generate([question], [contexts[place]], modulation=own) == [together[place]]
+        assert "".join(model.stream(question, contexts[place], modulation=own)) == together[place]
 
 
 def test_greedy_answers_are_the_most_probable_tokens(parallel_lm: BaseLM) -> None:

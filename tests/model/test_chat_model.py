@@ -8,11 +8,8 @@ import pytest
 import torch
 
 from mac_rag.config import PromptFormat
-from mac_rag.data.types import Document
-from mac_rag.engine import MACEngine
 from mac_rag.errors import ConfigError, ModelLoadError
 from mac_rag.lm.chat import Message
-from mac_rag.lm.decoding import Sampling
 from mac_rag.model import MACModel
 from pipelines.objective import Batch, LossWeights, mac_loss
 from tests.helpers import Folder, mac_config
@@ -58,16 +55,6 @@ def test_training_reads_the_conversation_that_use_writes(model: MACModel, contex
         total += loss.item()
         count += len(target)
     torch.testing.assert_close(losses["answer"].item(), total / count, rtol=1e-4, atol=1e-5)
-
-
-def test_answers_are_the_same_alone_in_a_batch_and_streamed(model: MACModel) -> None:
-    engine = MACEngine(model)
-    engine.adapt([Document(str(number), text) for number, text in enumerate(TEXTS)])
-    draw = Sampling(temperature=1.0, seed=5)
-    for sampling in (Sampling(), draw):
-        together = [answer.text for answer in engine.answer(QUESTIONS, sampling=sampling)]
-        assert together == [engine.answer([question], sampling=sampling)[0].text for question in QUESTIONS]
-        assert together == ["".join(engine.stream(question, sampling=sampling)) for question in QUESTIONS]
 
 
 def test_control_tokens_in_documents_are_text_for_the_memory(model: MACModel) -> None:

@@ -10,7 +10,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from mac_rag.errors import ConfigError
 from mac_rag.nn import attention
 from mac_rag.nn.aggregation import AggregationNetwork
 from mac_rag.nn.attention import direct_attention, needed_rows
@@ -204,10 +203,3 @@ def test_hierarchical_aggregation_is_the_loop_of_algorithm_3(
     for b in range(questions):
         expected = literal(built, question[b : b + 1], banks[b], subgroup)
         torch.testing.assert_close(found[b], expected, **CLOSE)
-
-
-def test_groups_that_never_become_fewer_are_refused() -> None:
-    built, question = network(), random_texts(1)
-    bank = built.project(random_texts(3, seed=1))
-    with pytest.raises(ConfigError, match="at least 2"):
-        hierarchical(built, question, bank, 1)

@@ -79,11 +79,14 @@ def test_dpr_takes_the_pooler_of_two_encoders_as_its_card_says(tmp_path: Path, p
     assert not np.allclose(encoder.documents(TEXTS), encoder.questions(TEXTS))
 
 
-def test_order_and_progress_survive_bucketing(model_folder: Callable[[str], Path]) -> None:
+def test_order_and_progress_survive_bucketing(
+    model_folder: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
     place = str(model_folder("bert"))
     texts = [" ".join(["bridge"] * (1 + 7 * i % 23)) + f" {i}" for i in range(40)]
-    whole = encoders.contriever(place, device="cpu").documents(texts)
-    encoder = encoders.contriever(place, device="cpu", batch_tokens=64)
+    encoder = encoders.contriever(place, device="cpu")
+    whole = encoder.documents(texts)
+    monkeypatch.setattr(encoders, "BATCH_TOKENS", 64)
     done: list[int] = []
     np.testing.assert_allclose(encoder.documents(texts, done.append), whole, atol=1e-5)
     assert sum(done) == 40

@@ -500,14 +500,13 @@ def usage_of(prompt_tokens: int, answer_tokens: int) -> UsageMetadata:
     return UsageMetadata(input_tokens=prompt_tokens, output_tokens=answer_tokens, total_tokens=total)
 
 
-def create_documents_chain(
-    llm: ChatMAC, *, question_key: str = "input", documents_key: str = "context"
-) -> Runnable[dict[str, Any], AIMessage]:
+def create_documents_chain(llm: ChatMAC) -> Runnable[dict[str, Any], AIMessage]:
     """Makes a chain that answers a question from documents: `create_stuff_documents_chain` without a prompt.
 
     A checkpoint that reads question and context does not read the wording of a prompt. Here each document stays a
     separate document, in the format of the training. If they exceed the LM's window, the last ones are left out, never
-    the question. The chain fits `create_retrieval_chain`, which expects these keys.
+    the question. The question (a text) stands under `input` and the documents, the best first, under `context`, as
+    `create_retrieval_chain` gives them.
 
     Examples:
         >>> from langchain_core.documents import Document
@@ -518,19 +517,17 @@ def create_documents_chain(
 
     Args:
         llm: the chat model.
-        question_key: the key of the question, a text.
-        documents_key: the key of the documents, the best first.
 
     Returns:
         A runnable from a dictionary to a message, which streams and batches as the chat model does.
     """
 
     def ask(values: Mapping[str, Any]) -> Runnable[Any, AIMessage]:
-        question, documents = values.get(question_key), values.get(documents_key)
+        question, documents = values.get("input"), values.get("context")
         if not isinstance(question, str) or documents is None:
             raise MACError(
-                f"a documents chain needs a question (a text) under the key {question_key!r} and documents under "
-                f"{documents_key!r}; the keys here are: {', '.join(map(str, values)) or 'none'}"
+                "a documents chain needs a question (a text) under the key 'input' and documents under 'context'; the "
+                f"keys here are: {', '.join(map(str, values)) or 'none'}"
             )
         bound = llm.bind(contexts=[document.page_content for document in documents])
         return RunnableLambda(lambda _: question) | bound

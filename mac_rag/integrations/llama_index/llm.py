@@ -6,8 +6,9 @@ from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from datetime import datetime
+from functools import wraps
 from pathlib import Path
-from typing import Any, NoReturn, TypeAlias
+from typing import Any, ClassVar, NoReturn, TypeAlias
 
 from llama_index.core.base.llms.types import (
     ChatMessage,
@@ -77,6 +78,26 @@ dispatcher = get_dispatcher(__name__)
 LLAMA_INDEX_RESERVE = 4096
 
 Contexts: TypeAlias = Sequence[str] | FittedPrompt | None  # texts for one question, or its prompt with them
+
+
+def refuse_structure() -> NoReturn:
+    """Raises the error for structured output and tools, which need a checkpoint that follows instructions."""
+    raise InstructionError(
+        "MACLLM answers in plain text and supports neither structured output nor tools; "
+        "give those steps another LLM (llm=...), or give MACLLM a checkpoint whose prompt format is chat"
+    )
+
+
+def _if_instructed(method: Callable[..., Any]) -> Callable[..., Any]:
+    """A method of LlamaIndex's that raises an InstructionError for a checkpoint that follows no instructions."""
+
+    @wraps(method)
+    def checked(self: MACLLM, *args: Any, **kwargs: Any) -> Any:
+        if not self.reads_instructions:
+            refuse_structure()
+        return method(self, *args, **kwargs)
+
+    return checked
 
 
 class MACLLM(CustomLLM, FilteringComponent, NodeReader):
@@ -535,57 +556,15 @@ class MACLLM(CustomLLM, FilteringComponent, NodeReader):
         messages = tuple(template.fill(template.texts))
         return Request(template.question, self._fit(template.texts, write), messages=messages)
 
-    # -- structured output and tools, only for checkpoints that follow instructions --
+    # -- structured output and tools: LlamaIndex's, only for checkpoints that follow instructions --
 
-    def structured_predict(self, *args: Any, **kwargs: Any) -> Any:
-        """As LlamaIndex's; InstructionError for structured output of a checkpoint that follows no instructions."""
-        if not self.reads_instructions:
-            refuse_structure()
-        return super().structured_predict(*args, **kwargs)
-
-    async def astructured_predict(self, *args: Any, **kwargs: Any) -> Any:
-        """As LlamaIndex's; InstructionError for structured output of a checkpoint that follows no instructions."""
-        if not self.reads_instructions:
-            refuse_structure()
-        return await super().astructured_predict(*args, **kwargs)
-
-    def stream_structured_predict(self, *args: Any, **kwargs: Any) -> Any:
-        """As LlamaIndex's; InstructionError for structured output of a checkpoint that follows no instructions."""
-        if not self.reads_instructions:
-            refuse_structure()
-        return super().stream_structured_predict(*args, **kwargs)
-
-    async def astream_structured_predict(self, *args: Any, **kwargs: Any) -> Any:
-        """As LlamaIndex's; InstructionError for structured output of a checkpoint that follows no instructions."""
-        if not self.reads_instructions:
-            refuse_structure()
-        return await super().astream_structured_predict(*args, **kwargs)
-
-    def as_structured_llm(self, *args: Any, **kwargs: Any) -> Any:
-        """As LlamaIndex's; InstructionError for structured output of a checkpoint that follows no instructions."""
-        if not self.reads_instructions:
-            refuse_structure()
-        return super().as_structured_llm(*args, **kwargs)
-
-    def predict_and_call(self, *args: Any, **kwargs: Any) -> Any:
-        """As LlamaIndex's; InstructionError for tools of a checkpoint that follows no instructions."""
-        if not self.reads_instructions:
-            refuse_structure()
-        return super().predict_and_call(*args, **kwargs)
-
-    async def apredict_and_call(self, *args: Any, **kwargs: Any) -> Any:
-        """As LlamaIndex's; InstructionError for tools of a checkpoint that follows no instructions."""
-        if not self.reads_instructions:
-            refuse_structure()
-        return await super().apredict_and_call(*args, **kwargs)
-
-
-def refuse_structure() -> NoReturn:
-    """Raises the error for structured output and tools, which need a checkpoint that follows instructions."""
-    raise InstructionError(
-        "MACLLM answers in plain text and supports neither structured output nor tools; "
-        "give those steps another LLM (llm=...), or give MACLLM a checkpoint whose prompt format is chat"
-    )
+    structured_predict: ClassVar[Callable[..., Any]] = _if_instructed(CustomLLM.structured_predict)
+    astructured_predict: ClassVar[Callable[..., Any]] = _if_instructed(CustomLLM.astructured_predict)
+    stream_structured_predict: ClassVar[Callable[..., Any]] = _if_instructed(CustomLLM.stream_structured_predict)
+    astream_structured_predict: ClassVar[Callable[..., Any]] = _if_instructed(CustomLLM.astream_structured_predict)
+    as_structured_llm: ClassVar[Callable[..., Any]] = _if_instructed(CustomLLM.as_structured_llm)
+    predict_and_call: ClassVar[Callable[..., Any]] = _if_instructed(CustomLLM.predict_and_call)
+    apredict_and_call: ClassVar[Callable[..., Any]] = _if_instructed(CustomLLM.apredict_and_call)
 
 
 # LlamaIndex passes on only the text of a prediction. The whole answers are collected in this list.

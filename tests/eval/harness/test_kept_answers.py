@@ -8,7 +8,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from torch import Tensor
 
 from eval.harness.kept_answers import KeptAnswer, KeptAnswers, Prompt, answer_source
 from eval.harness.protocol import Outcome, run_protocol
@@ -36,18 +35,10 @@ class Counting(MACEngine):
     stop_after: int | None = None
 
     def answer(self, questions: list[str], **options: object) -> list[Answer]:
-        self._count(len(questions))
-        return super().answer(questions, **options)
-
-    def aggregate(self, questions: list[str], **options: object) -> Tensor:
-        """Comes before one answer with memory and one without."""
-        self._count(2 * len(questions))
-        return super().aggregate(questions, **options)
-
-    def _count(self, more: int) -> None:
-        if self.stop_after is not None and self.asked + more > self.stop_after:
+        if self.stop_after is not None and self.asked + len(questions) > self.stop_after:
             raise KeyboardInterrupt
-        self.asked += more
+        self.asked += len(questions)
+        return super().answer(questions, **options)
 
 
 def run(engine: Counting, path: Path | None) -> Outcome:
@@ -92,7 +83,7 @@ def test_an_interrupted_run_continues(tiny_model: MACModel, tmp_path: Path) -> N
     with path.open("ab") as file:
         file.write(b'{"key":"cut of')
     done = engine.asked
-    assert done == 2 * 12 + 2 * 4  # both rows without documents, and a whole group behind them
+    assert done == 2 * 12 + 2 * 4  # both rows without documents, and two whole groups after them
     again = Counting(tiny_model)
     outcome = run(again, path)
     assert again.asked == 4 * 12 - done
