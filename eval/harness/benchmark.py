@@ -16,6 +16,7 @@ from eval.harness.command import (
     BatchOption,
     DeviceOption,
     OutputOption,
+    ProtocolOption,
     SeedOption,
     report,
     whole_numbers,
@@ -105,6 +106,7 @@ def benchmark_command(
         split: SplitOption = "test",
         documents: StreamOption = stream,
         questions: QuestionsOption = None,
+        protocol: ProtocolOption = "strict",
         seed: SeedOption = 0,
         batch_size: BatchOption = 32,
         device: DeviceOption = None,
@@ -154,6 +156,7 @@ def run_benchmark(
     from eval.harness.export import export_records
     from eval.harness.kept_answers import KeptAnswers, answer_source
     from eval.harness.protocol import run_protocol
+    from eval.harness.published import departures
     from eval.harness.results import result_path, writable_folder
     from mac_rag.engine import MACEngine
     from mac_rag.model import MACModel
@@ -170,8 +173,10 @@ def run_benchmark(
         made = make_retriever(name, progress=True)
         if made is not None:
             retrievers[name] = made
-    size = options["documents"], options["questions"]
-    dataset, source = open_stream(data, options["split"], *size, seed=options["seed"], scale="tiny", columns=columns)
+    size, protocol = (options["documents"], options["questions"]), options["protocol"]
+    dataset, source = open_stream(
+        data, options["split"], *size, seed=options["seed"], scale="tiny", columns=columns, protocol=protocol
+    )
     say(f"{about}: {len(dataset.documents):,} documents, {len(dataset.questions):,} questions, split {dataset.split}")
     model_name = model_for(options["model"], options["data"])
     loaded = MACModel.from_pretrained(model_name, device=options["device"])
@@ -182,9 +187,10 @@ def run_benchmark(
         retrievers,
         ks,
         memory_weights=memory_weights,
-        kept=None if answers is None else KeptAnswers(answers, answer_source(loaded, dataset.documents)),
+        kept=None if answers is None else KeptAnswers(answers, answer_source(loaded, dataset.documents, protocol)),
         batch_size=options["batch_size"],
         seed=options["seed"],
+        protocol=protocol,
     )
     report(
         path,
@@ -196,7 +202,7 @@ def run_benchmark(
         dataset=dataset,
         source=source,
         model=loaded,
-        notes=dataset.notes,
+        notes=[*dataset.notes, *departures(protocol, loaded)],
         further=True,
     )
     if folder is not None:

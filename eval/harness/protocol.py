@@ -15,22 +15,16 @@ from torch import Tensor
 
 from eval.harness.costs import Costs
 from eval.harness.kept_answers import KeptAnswer, KeptAnswers, Prompt
+from eval.harness.published import cut, decoding, scores
 from eval.harness.results import BY_DATES, Adaptation, Gain, Row, Sample, Verdict
+from eval.harness.scales import Protocol
 from mac_rag.bank.known_documents import KnownDocuments
 from mac_rag.cli.terminal import say
 from mac_rag.data.dates import moment_of
-from mac_rag.data.metrics import (
-    best_over,
-    exact_match,
-    f1,
-    mrr_at_k,
-    ndcg_at_k,
-    prefix_match,
-    recall_at_k,
-    substring_match,
-)
+from mac_rag.data.metrics import best_over, mrr_at_k, ndcg_at_k, recall_at_k, substring_match
 from mac_rag.data.types import Document, QADataset, Question
 from mac_rag.engine import Answer, MACEngine
+from mac_rag.errors import ConfigError
 from mac_rag.lm.prompt import FittedPrompt
 from mac_rag.model import AmortizedModel
 from mac_rag.progress import progress_bar
@@ -59,6 +53,7 @@ def run_protocol(
     kept: KeptAnswers | None = None,
     batch_size: int = 32,
     seed: int = 0,
+    protocol: Protocol = "strict",
 ) -> Outcome:
     """Adapts an engine to a stream and asks its questions with and without memory and retrieved documents.
 
@@ -78,12 +73,19 @@ def run_protocol(
             for one such row with the engine's memory weight.
         kept: answers of this model and stream so far; new answers are added. None: answers are kept for this call only.
         seed: random seed of the bootstrap.
+        protocol: how documents are cut, answers decoded and scored (`eval.harness.published`).
 
     Raises:
+        ConfigError: for the published protocol and a model whose memory is not amortized.
         DocumentError: for a document or question that the model cannot take.
     """
-    adaptation = adapt(engine, dataset.documents)
-    table = _Table(engine, dataset, kept or KeptAnswers(), batch_size, seed)
+    documents: Sequence[Document] = dataset.documents
+    if protocol == "published":
+        if not isinstance(engine.model, AmortizedModel):
+            raise ConfigError("the published protocol is of amortized memories; take --protocol strict for this model")
+        documents = cut(engine.model, documents)
+    adaptation = adapt(engine, documents)
+    table = _Table(engine, dataset, kept or KeptAnswers(), batch_size, seed, protocol)
     dated = any(question.as_of is not None for question in dataset.questions)
     if dated and engine.model.knows_times:
         table.ask("LM alone", {"MAC": engine.memory_weight}, times_used=False)
@@ -116,14 +118,24 @@ class _Query:
 class _Table:
     """The rows so far, and the verdicts on the answers of each."""
 
-    def __init__(self, engine: MACEngine, dataset: QADataset, kept: KeptAnswers, batch_size: int, seed: int) -> None:
+    def __init__(
+        self,
+        engine: MACEngine,
+        dataset: QADataset,
+        kept: KeptAnswers,
+        batch_size: int,
+        seed: int,
+        protocol: Protocol = "strict",
+    ) -> None:
         self.engine = engine
         self.dataset = dataset
         self.kept = kept
         self.batch_size = batch_size
         self.seed = seed
+        self.protocol = protocol
         self.rows: list[Row] = []
         self.verdicts: dict[str, list[Verdict]] = {}
+        self._decoding = decoding(protocol)
         self._fitted: dict[Prompt, FittedPrompt] = {}
         self._with_memory: dict[Prompt, FittedPrompt] = {}  # documents that the model reads from its bank not in them
         self._costs = Costs(engine, [question.question for question in dataset.questions])
@@ -209,7 +221,7 @@ class _Table:
             Answer(answer.text, query.prompt.contexts, query.document_ids, query.truncated)
             for answer, query in zip(generated, queries, strict=True)
         ]
-        self.verdicts[name] = judge(questions, answers)
+        self.verdicts[name] = judge(questions, answers, self.protocol)
         seconds = sum(answer.seconds for answer in generated)
         row = summarize(name, questions, self.verdicts[name], len(self.dataset.documents), k, seconds)
         costs = self._costs.measures([self._read(query.prompt, weight) for query in queries], weight)
@@ -222,7 +234,7 @@ class _Table:
             lacking = tuple(weight for weight in dict.fromkeys(weights) if self.kept.find(prompt, weight) is None)
             # The LM reads documents once for all weights. A prompt without documents shares nothing between weights,
             # nor does one whose documents are read from the bank.
-            shares = prompt.contexts and isinstance(self.engine.model, AmortizedModel)
+            shares = prompt.contexts and isinstance(self.engine.model, AmortizedModel) and not self._decoding
             for together in [lacking] if shares else [(weight,) for weight in lacking]:
                 missing.setdefault(together, []).append(prompt)
         missing.pop((), None)
@@ -242,6 +254,8 @@ class _Table:
 
     def _generate(self, prompts: Sequence[Prompt], weights: Sequence[float | None]) -> list[list[str]]:
         """Generates, for each weight, the answers to the prompts, which are sorted by length."""
+        if self._decoding:
+            return [self._searched(prompts, weight) for weight in weights]
         if len(weights) == 1:
             return [self._generate_at(prompts, weights[0])]
         values = [0.0 if weight is None else weight for weight in weights]
@@ -253,6 +267,16 @@ class _Table:
             for texts, batch_texts in zip(answers, of_batch, strict=True):
                 texts += batch_texts
         return answers
+
+    def _searched(self, prompts: Sequence[Prompt], weight: float | None) -> list[str]:
+        """Answers by the protocol's own decoding, with one memory weight, or without memory for None."""
+        texts: list[str] = []
+        for first in range(0, len(prompts), self.batch_size):
+            batch = prompts[first : first + self.batch_size]
+            phi = None if weight is None else self._aggregated(batch)
+            read = [self._read(prompt, weight) for prompt in batch]
+            texts += self.engine.model.generate(read, modulation=phi, memory_weight=weight, **self._decoding)
+        return texts
 
     def _aggregated(self, prompts: Sequence[Prompt]) -> Tensor:
         """Computes phi* `[B, T, D]` of each question, as of its moment."""
@@ -309,14 +333,14 @@ def adapt(engine: MACEngine, documents: Sequence[Document]) -> Adaptation:
     return Adaptation(documents=len(documents), rows=report.rows, chunked=chunked, seconds=seconds)
 
 
-def judge(questions: Sequence[Question], answers: Sequence[Answer]) -> list[Verdict]:
-    """Scores each answer against the accepted answer that fits it best."""
+def judge(
+    questions: Sequence[Question], answers: Sequence[Answer], protocol: Protocol = "strict"
+) -> list[Verdict]:
+    """Scores each answer by a protocol; ours takes the accepted answer that fits it best."""
     return [
         Verdict(
             prediction=answer.text,
-            em=best_over(exact_match, answer.text, question.answers),
-            f1=best_over(f1, answer.text, question.answers),
-            em_prefix=best_over(prefix_match, answer.text, question.answers),
+            **scores(protocol, answer.text, question),
             retrieved=answer.document_ids,
             truncated=answer.truncated,
         )

@@ -22,6 +22,7 @@ from mac_rag.lm.chat import prompt_encoder
 from mac_rag.lm.decoding import (
     GREEDY,
     AbstainByMajority,
+    BeamSearch,
     ExtractiveDecoding,
     MaxRuleEnsemble,
     Sampling,
@@ -236,6 +237,7 @@ class BaseLM(nn.Module):
         *,
         max_new_tokens: int,
         num_beams: int = 1,
+        beam_search: BeamSearch | None = None,
         weights: Sequence[float] | None = None,
         sampling: Sampling = GREEDY,
         sources: Sequence[Sequence[SpanSource]] | None = None,
@@ -247,6 +249,7 @@ class BaseLM(nn.Module):
             modulation: modulation of B rows; None for the LM alone.
             max_new_tokens: largest number of tokens of an answer.
             num_beams: number of beams of beam search, which allows no sampling; 1 for no beam search.
+            beam_search: another search with these beams, as transformers' `custom_generate` takes it; None for its own.
             weights: memory weight of each row for max-rule ensemble decoding (see `MaxRuleEnsemble`); None decodes with
                 the modulation only.
             sampling: how tokens are chosen, and which strings end an answer early.
@@ -274,6 +277,7 @@ class BaseLM(nn.Module):
                 **self._in_segments(positions, segment_ids),
                 max_new_tokens=max_new_tokens,
                 num_beams=num_beams,
+                custom_generate=beam_search,
                 do_sample=False,
                 logits_processor=[part for part in (self._abstaining(ids.shape[1]), extractive, ensemble) if part],
                 pad_token_id=self.tokenizer.pad_token_id,

@@ -31,7 +31,7 @@ from mac_rag.lm.base_lm import BaseLM
 from mac_rag.model import MACModel
 
 STREAM = generate("train", 12, seed=1)
-CONFIG = CamelsConfig(steps=2, accumulate=2, inner_rate=0.05, learning_rate=1e-2, reset_every=3)
+CONFIG = CamelsConfig(steps=2, accumulate=2, inner_rate=0.05, learning_rate=1e-2, reset_documents=6)
 
 
 @pytest.fixture(autouse=True)
