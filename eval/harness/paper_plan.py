@@ -20,7 +20,10 @@ from mac_rag.config import Config
 from mac_rag.errors import ConfigError, DataError
 from mac_rag.model.presets import PAPER, PRESETS, preset
 from mac_rag.untrusted_files import read_json
-from pipelines.recipe import read_recipe
+from pipelines.recipe import load_recipe, read_recipe
+from pipelines.sizes import Cost, training_cost, tuning_cost
+from pipelines.tasks.train_config import TrainConfig
+from pipelines.tasks.tune_qa import TuneConfig
 
 DATASETS = ("streamingqa", "squad", "archivalqa")
 LARGEST = "runs/llama2-7b/train-joint/best"  # trained with memory and retrieved documents
@@ -95,6 +98,14 @@ class TrainedModel:
         if self.starts_from is not None:
             values.append(f"base_lm.name={self.starts_from.path}")
         return tuple(values)
+
+    def cost(self, *changes: str) -> Cost:
+        """Bytes and hours of its training on one large GPU; `changes` are further values as `--set` takes them."""
+        overrides = [value for value in self.overrides(Path("data")) if not value.startswith("base_lm.name=")]
+        overrides += changes
+        if self.task == "tune_qa":
+            return tuning_cost(load_recipe(TuneConfig, self.recipe, overrides))
+        return training_cost(load_recipe(TrainConfig, self.recipe, overrides))
 
     def command(self, data: Path) -> str:
         """The command line that trains it on the data set in a folder."""
@@ -186,11 +197,11 @@ class Step:
 _PUBLISHED = ("--protocol", "published")
 
 
-def _retrieval(dataset: str, *, newswire: bool = False) -> Plan:
-    """Table 2 on one data set. On newswire all three commands do the same, so only one runs there."""
+def _retrieval(dataset: str, *, newswire: bool = False, paper: bool = True) -> Plan:
+    """Table 2 on one data set; the paper has ArchivalQA alone. On newswire all three commands do the same."""
     return Plan(
         dataset,
-        (dataset,),
+        (dataset,) if paper else (),
         newswire=newswire,
         scaled=False,
         tiny_arguments=("--retriever", "bm25", "--k", "1,3,5", "--documents", "512", "--questions", "256"),
@@ -205,8 +216,8 @@ PLANS = (
         models=tuple(PAPER),
     ),
     _retrieval("archivalqa", newswire=True),
-    _retrieval("squad"),
-    _retrieval("streamingqa"),
+    _retrieval("squad", paper=False),
+    _retrieval("streamingqa", paper=False),
     Plan("adaptation_cost", ("streamingqa",)),
     Plan("retention", ("streamingqa",)),
     Plan("dropout_memory", ("streamingqa",)),
@@ -288,10 +299,10 @@ def models_needed(step: Step) -> list[str]:
         ConfigError: for a preset that does not exist, or a model that no recipe trains.
     """
     setup = SCALES["paper"].get(step.experiment, Setup(LARGEST, 0))
-    name, lm = _argument(step, "--model") or setup.model, _argument(step, "--lm") or setup.lm
+    name, lm = argument(step, "--model") or setup.model, argument(step, "--lm") or setup.lm
     paths = []
     if name in PRESETS:
-        tuned = tuned_lm(name, Path(_argument(step, "--data") or "").name)
+        tuned = tuned_lm(name, Path(argument(step, "--data") or "").name)
         paths += [] if tuned is None else [tuned.path]
         if step.experiment == "perplexity":  # whose baselines start from the LM of a trained model
             paths.append(f"runs/{name}/train/best")
@@ -300,13 +311,18 @@ def models_needed(step: Step) -> list[str]:
         paths.append(name)
     if step.experiment in _UPDATING:
         paths += [] if lm is None else [lm]
-        if "camels" in (_argument(step, "--methods") or "camels"):
-            data = _argument(step, "--trained-on") or _argument(step, "--data") or FIRST
-            paths.append(trained_on(PROXY, Path(data).name))
-    return paths
+    dataset = camels_of(step)
+    return paths if dataset is None else [*paths, trained_on(PROXY, dataset)]
 
 
-def _argument(step: Step, option: str) -> str | None:
+def camels_of(step: Step) -> str | None:
+    """The data set on which a step trains CaMeLS, once for all steps; None for a step without CaMeLS."""
+    if step.experiment not in _UPDATING or "camels" not in (argument(step, "--methods") or "camels"):
+        return None
+    return Path(argument(step, "--trained-on") or argument(step, "--data") or FIRST).name
+
+
+def argument(step: Step, option: str) -> str | None:
     """The value of an option among a step's arguments."""
     return step.arguments[step.arguments.index(option) + 1] if option in step.arguments else None
 
