@@ -88,9 +88,7 @@ def main(
             began = time.perf_counter()
             system.adapt(dataset.documents)
             seconds = time.perf_counter() - began
-            row, verdicts[system.name] = ask(
-                system.name, system, dataset.questions, len(dataset.documents), protocol
-            )
+            row, verdicts[system.name] = ask(system.name, system, dataset.questions, len(dataset.documents), protocol)
         except (ConfigError, QuantizationError) as error:
             not_run[method] = str(error)
             continue

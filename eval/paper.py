@@ -101,7 +101,7 @@ def show_plan(planned: Sequence[Step], scale: Scale, data: Path | None, output: 
             first = dataset is not None and f"CaMeLS on {dataset}" not in costs
             if dataset is not None and first:
                 costs[f"CaMeLS on {dataset}"] = camels_cost(dataset)
-            camels = f", CaMeLS's training among it {costs[f'CaMeLS on {dataset}']}" if first else ""
+            camels = f"; CaMeLS's training among it {costs[f'CaMeLS on {dataset}']}" if first else ""
             say(f"    {costs[step.name]}{camels}")
     waiting = sum(bool(step.missing) for step in planned)
     say(f"{len(planned)} steps: {waiting} wait for data; {len(models)} models to train first")

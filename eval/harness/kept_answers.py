@@ -131,7 +131,9 @@ def answer_source(model: MACModel, documents: Iterable[Document], protocol: Prot
     """Digest of all that determines answers: weights, configuration, device, stream, protocol, code of `mac_rag`."""
     from mac_rag.retrieval.encoders import weights_hash
 
-    digest = hashlib.sha256(f"{weights_hash(model)} {model.config.model_dump_json()} {model.device} {protocol}".encode())
+    digest = hashlib.sha256(
+        f"{weights_hash(model)} {model.config.model_dump_json()} {model.device} {protocol}".encode()
+    )
     for document in documents:
         digest.update(json.dumps([document.id, document.text, str(document.date)]).encode())
     package = Path(mac_rag.__file__).parent

@@ -16,7 +16,7 @@ _IN_16_BIT = [f"model.{part}.quantization=none" for part in ("base_lm", "amortiz
 _IN_16_BIT += [f"model.{part}.dtype=fp32" for part in ("amortization", "input_encoder")]
 _STREAM = {"streamingqa": 1665, "squad": 8_500, "archivalqa": 2_900}  # questions about 1,665 documents
 _ROWS = {"main_table": 8, "retention": 8, "peft": 2, "amortization": 3, "quantization": 2}  # asked all of them
-_READ = {k: 2 * 3 for k in (1, 3, 5)}  # rows of table 2 after k documents: with and without memory, three retrievers
+_READ = dict.fromkeys((1, 3, 5), 2 * 3)  # rows of table 2 after k documents: with and without memory, three retrievers
 _UPDATED = 3 * (1665 + 4 * 200)  # documents for three methods: the stream, and the search of a learning rate
 _WINDOW, _DOCUMENT, _BATCH, _NEW, _BEAMS = 1024, 512, 32, 16, 12  # tokens; questions; tokens of an answer
 _FORWARD = LAYER_SECONDS / 3  # of one layer without its backward pass

@@ -11,6 +11,7 @@ import re
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Literal
 
@@ -101,11 +102,9 @@ class TrainedModel:
 
     def cost(self, *changes: str) -> Cost:
         """Bytes and hours of its training on one large GPU; `changes` are further values as `--set` takes them."""
-        overrides = [value for value in self.overrides(Path("data")) if not value.startswith("base_lm.name=")]
-        overrides += changes
-        if self.task == "tune_qa":
-            return tuning_cost(load_recipe(TuneConfig, self.recipe, overrides))
-        return training_cost(load_recipe(TrainConfig, self.recipe, overrides))
+        whole, steps = _cost(self.task, self.recipe, changes)
+        values = dict(value.split("=", 1) for value in self.overrides(Path("data")))
+        return Cost(whole.bytes, whole.hours * int(values.get("trainer.steps", steps)) / steps)
 
     def command(self, data: Path) -> str:
         """The command line that trains it on the data set in a folder."""
@@ -113,6 +112,17 @@ class TrainedModel:
         for value in self.overrides(data):
             words += ["--set", value]
         return shlex.join(words)
+
+
+@cache
+def _cost(task: str, recipe: str, changes: tuple[str, ...]) -> tuple[Cost, int]:
+    """The cost of a recipe on its own data set, and its steps."""
+    values = ["data.path=data", *changes]
+    if task == "tune_qa":
+        tuning = load_recipe(TuneConfig, recipe, values)
+        return tuning_cost(tuning), tuning.trainer.steps
+    training = load_recipe(TrainConfig, recipe, values)
+    return training_cost(training), training.trainer.steps
 
 
 def tuned_lm(name: str, dataset: str) -> TrainedModel | None:
@@ -212,7 +222,11 @@ def _retrieval(dataset: str, *, newswire: bool = False, paper: bool = True) -> P
 
 PLANS = (
     Plan(
-        "main_table", DATASETS, tiny_arguments=("--questions", "500"), paper_arguments=_PUBLISHED, own_model=True,
+        "main_table",
+        DATASETS,
+        tiny_arguments=("--questions", "500"),
+        paper_arguments=_PUBLISHED,
+        own_model=True,
         models=tuple(PAPER),
     ),
     _retrieval("archivalqa", newswire=True),

@@ -333,9 +333,7 @@ def adapt(engine: MACEngine, documents: Sequence[Document]) -> Adaptation:
     return Adaptation(documents=len(documents), rows=report.rows, chunked=chunked, seconds=seconds)
 
 
-def judge(
-    questions: Sequence[Question], answers: Sequence[Answer], protocol: Protocol = "strict"
-) -> list[Verdict]:
+def judge(questions: Sequence[Question], answers: Sequence[Answer], protocol: Protocol = "strict") -> list[Verdict]:
     """Scores each answer by a protocol; ours takes the accepted answer that fits it best."""
     return [
         Verdict(

@@ -104,7 +104,6 @@ def diverse_beam_search(
     lm: Any,
     input_ids: Tensor,
     logits_processor: Callable[[Tensor, Tensor], Tensor],
-    stopping_criteria: object,
     generation_config: Any,
     *,
     groups: int,
@@ -121,13 +120,13 @@ def diverse_beam_search(
         lm: the LM.
         input_ids: padded prompts `[B * beams, L]`, each repeated for its beams.
         logits_processor: changes log-probabilities before the search sees them.
-        stopping_criteria: not used; answers end at `generation_config.max_length` or an end token.
-        generation_config: with the number of beams, which `groups` divides, and the end tokens.
+        generation_config: with the number of beams, which `groups` divides, the largest length, and the end tokens.
         inputs: the LM's further inputs, a cache with the prefix of a modulation among them.
 
     Returns:
         Prompt and answer of each of the B rows, padded on the right.
     """
+    inputs.pop("stopping_criteria", None)  # of transformers: the largest length, which the loop sees itself
     beams, start = generation_config.num_beams, input_ids.shape[1]
     size, rows, device = beams // groups, len(input_ids) // beams, input_ids.device
     ends, pad = set(generation_config._eos_token_tensor.tolist()), int(generation_config._pad_token_tensor)
@@ -183,5 +182,3 @@ def diverse_beam_search(
         answer = max((answer for group in ended[row] for answer in group), key=lambda pair: pair[0])[1]
         found[row, start : start + len(answer)] = answer
     return found
-
-

@@ -58,7 +58,7 @@ class ResultFile:
 
 @dataclass(frozen=True)
 class Collection:
-    """The newest result of each experiment, scale, protocol, model and data set; refused files, and outcomes of steps."""
+    """The newest result of each experiment, scale, protocol, model and data set; refused files; outcomes of steps."""
 
     files: tuple[ResultFile, ...]
     refused: dict[Path, str]
