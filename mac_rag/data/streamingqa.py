@@ -68,8 +68,8 @@ def read_released(folder: Path, split: str) -> QADataset:
         questions.append(Question(f"{split}-{number}", question, answers, document.id))
     if not questions:
         raise DataError(
-            f"{folder} holds none of the articles of {file.name}; put {_ARTICLES.replace('*', '<year>.en.filtered')} of "
-            "the WMT News Crawl there"
+            f"{folder} holds none of the articles of {file.name}; put news-docs.<year>.en.filtered.gz of the WMT News "
+            "Crawl there"
         )
     notes = [
         f"{split} is rows {part.start + 1:,} to {part.stop:,} of {file.name}; the paper's own choice is not released"

@@ -78,11 +78,11 @@ def article(date: str, text: str) -> tuple[bytes, str]:
     return line, f"{date}{'0' * 12}\0\1{hashlib.sha256(whole).hexdigest()}\0\1"
 
 
-def release(folder: Path, lines: list[bytes], *rows: dict[str, Any]) -> Path:
-    """Writes the files of the test split as they are released."""
+def write_release(folder: Path, lines: list[bytes], *rows: dict[str, Any], file: str = PARTS["test"].file) -> Path:
+    """Writes articles and one file of questions as they are released."""
     (folder / "news-docs.2020.en.filtered.gz").write_bytes(gzip.compress(b"".join(lines)))
     content = "".join(json.dumps({"qa_id": "eval-0", "question_ts": 1, **row}) + "\n" for row in rows)
-    (folder / PARTS["test"].file).write_bytes(gzip.compress(content.encode()))
+    (folder / file).write_bytes(gzip.compress(content.encode()))
     return folder
 
 
@@ -94,7 +94,7 @@ ASKED = {"question": "What has hit Haib? ", "answers": ["a heavy storm", "a stor
 class TestReleased:
     def test_questions_are_read_with_their_articles(self, tmp_path: Path) -> None:
         again = {**ASKED, "question": "Where was the storm?", "answers": ["Haib"]}
-        dataset = load_dataset("streamingqa", "test", release(tmp_path, [OTHER, STORM], ASKED, again))
+        dataset = load_dataset("streamingqa", "test", write_release(tmp_path, [OTHER, STORM], ASKED, again))
         [document] = dataset.documents
         assert (document.text, document.date) == ("A storm has hit Haib.\nIt lasted a day.", "2020-01-31")
         assert [question.question for question in dataset.questions] == ["What has hit Haib?", "Where was the storm?"]
@@ -103,16 +103,16 @@ class TestReleased:
         assert "rows 1 to 5,000 of streaminqa_eval.jsonl.gz" in dataset.notes[0]
 
     def test_a_question_without_its_article_is_left_out_and_counted(self, tmp_path: Path) -> None:
-        dataset = read_streamingqa(release(tmp_path, [STORM], ASKED, {**ASKED, "evidence_id": OTHER_ID}), "test")
+        dataset = read_streamingqa(write_release(tmp_path, [STORM], ASKED, {**ASKED, "evidence_id": OTHER_ID}), "test")
         assert len(dataset.questions) == 1
         assert dataset.notes[1].startswith("1 of 2 questions are left out")
         with pytest.raises(DataError, match=r"holds none of the articles .* news-docs\.<year>"):
-            read_streamingqa(release(tmp_path, [OTHER], ASKED), "test")
+            read_streamingqa(write_release(tmp_path, [OTHER], ASKED), "test")
 
     def test_a_split_is_a_range_of_rows(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(released.PARTS, "test", SplitRange(PARTS["test"].file, 1, 3))
         rows = [{**ASKED, "question": f"What is {number}?"} for number in range(5)]
-        dataset = read_streamingqa(release(tmp_path, [STORM], *rows), "test")
+        dataset = read_streamingqa(write_release(tmp_path, [STORM], *rows), "test")
         assert [question.question for question in dataset.questions] == ["What is 1?", "What is 2?"]
 
     @pytest.mark.parametrize(
@@ -125,7 +125,7 @@ class TestReleased:
     )
     def test_a_malformed_row_is_named(self, tmp_path: Path, change: dict[str, Any], message: str) -> None:
         with pytest.raises(DataError, match=message):
-            read_streamingqa(release(tmp_path, [STORM], ASKED, {**ASKED, **change}), "test")
+            read_streamingqa(write_release(tmp_path, [STORM], ASKED, {**ASKED, **change}), "test")
 
     @pytest.mark.parametrize(
         ("content", "message"),
@@ -136,7 +136,7 @@ class TestReleased:
         ],
     )
     def test_a_damaged_file_of_articles_is_named(self, tmp_path: Path, content: bytes, message: str) -> None:
-        release(tmp_path, [STORM], ASKED)
+        write_release(tmp_path, [STORM], ASKED)
         (tmp_path / "news-docs.2020.en.filtered.gz").write_bytes(content)
         with pytest.raises(DataError, match=f"news-docs.2020.*{message}"):
             read_streamingqa(tmp_path, "test")

@@ -182,10 +182,13 @@ def test_a_padded_loss_is_a_mean_over_the_padding_too(lm: BaseLM) -> None:
 def test_unrelated_texts_of_a_file_keep_the_lm_in_place(
     tiny_model: MACModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    seen = []
-    monkeypatch.setattr(
-        camels, "drift", lambda lm, before, after, ids: seen.append(ids) or drift(lm, before, after, ids)
-    )
+    seen: list[torch.Tensor] = []
+
+    def watched(lm: torch.nn.Module, before: camels.Weights, after: camels.Weights, ids: torch.Tensor) -> torch.Tensor:
+        seen.append(ids)
+        return drift(lm, before, after, ids)
+
+    monkeypatch.setattr(camels, "drift", watched)
     (tmp_path / "web.jsonl").write_text('{"id": "w", "text": "A recipe for bread."}\n')
     config = CONFIG.model_copy(update={"steps": 1, "unrelated": str(tmp_path / "web.jsonl")})
     meta_train(new_network(tiny_model.base_lm), tiny_model.base_lm, STREAM, config)
