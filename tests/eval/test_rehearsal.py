@@ -1,7 +1,7 @@
 """A rehearsal of tables 1 and 2 from the data as released to the report: the steps and recipes of `eval.paper`.
 
-The readers, commands, recipes and steps are the real ones. Small are the numbers of documents and steps, and the LMs and
-encoders that bear the presets' names; they are not quantised, because a CPU cannot train through 4 bit.
+The readers, commands, recipes and steps are the real ones. Small are the numbers of documents and steps, and the LMs
+and encoders that bear the presets' names; they are not quantised, because a CPU cannot train through 4 bit.
 """
 
 from __future__ import annotations
