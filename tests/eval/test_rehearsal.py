@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import csv
 from pathlib import Path
+from typing import Any
 
 import pytest
+from transformers import AutoModelForCausalLM, T5ForConditionalGeneration
 
 from eval.baselines import factory
 from eval.baselines.camels import CamelsConfig
@@ -17,18 +19,21 @@ from eval.baselines.ccm import CCMConfig
 from eval.baselines.factory import BaselineSetup
 from eval.harness.paper_plan import TrainedModel, models_needed, models_to_train, steps
 from eval.harness.results import Result
+from eval.report.catalogue import CATALOGUE
+from eval.report.tables import table
 from mac_rag.config import AggregationConfig, BaseLMConfig, EncoderConfig
 from mac_rag.data.archivalqa import COLUMNS
 from mac_rag.data.newswire.generate import generate
 from mac_rag.data.streamingqa import PARTS
 from mac_rag.model import presets
 from pipelines.recipe import load_recipe
+from pipelines.sizes import architecture
 from pipelines.tasks.registry import run_task
 from pipelines.tasks.train_config import TrainConfig
 from pipelines.tasks.tune_qa import TuneConfig
 from tests.data.test_streamingqa import article, write_release
 from tests.eval.helpers import Command
-from tests.helpers import Folder
+from tests.helpers import Folder, save_tokenizer
 
 SMALL = BaselineSetup(
     training_documents=8, validation_documents=2, rates=(1e-3,), retention_rate=1e-3,
@@ -65,19 +70,44 @@ def write_data(folder: Path) -> None:
 
 
 @pytest.fixture
-def small_presets(model_folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
-    encoder = EncoderConfig(name=str(model_folder("t5")))
-    changes = {"amortization": encoder, "input_encoder": encoder, "tokens": 4}
-    changes["aggregation"] = AggregationConfig(blocks=2, heads=2, head_width=8)
-    for name, config in presets.PAPER.items():
-        lm = BaseLMConfig(name=str(model_folder("llama" if name == "llama2-7b" else "gpt2")))
-        monkeypatch.setitem(presets.PRESETS, name, config.model_copy(update={**changes, "base_lm": lm}))
+def shortened(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Few rows, few steps of the baselines."""
     for split, part in PARTS.items():
         start, stop = (0, 8) if split.startswith("qa") or split == "test" else (8, 20)
         monkeypatch.setitem(PARTS, split, part._replace(start=start, stop=stop))
     monkeypatch.setitem(factory.SCALES, "paper", SMALL)
     monkeypatch.setattr(factory, "_EXAMPLES", 2)
     monkeypatch.setattr("pipelines.tasks.tune_qa.LORA_RANK", 2)
+
+
+@pytest.fixture
+def small_presets(model_folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
+    encoder = EncoderConfig(name=str(model_folder("t5")))
+    changes: dict[str, Any] = {"amortization": encoder, "input_encoder": encoder, "tokens": 4}
+    changes["aggregation"] = AggregationConfig(blocks=2, heads=2, head_width=8)
+    for name, config in presets.PAPER.items():
+        lm = BaseLMConfig(name=str(model_folder("llama" if name == "llama2-7b" else "gpt2")))
+        monkeypatch.setitem(presets.PRESETS, name, config.model_copy(update={**changes, "base_lm": lm}))
+
+
+@pytest.fixture
+def full_size(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A preset in its full size with random weights; its name."""
+    config = presets.PAPER[request.param]
+
+    def random_weights(part: Any) -> Any:
+        place, described = tmp_path / part.name, architecture(part.name)
+        if not place.exists():
+            kind: Any = T5ForConditionalGeneration if described.model_type == "t5" else AutoModelForCausalLM
+            described.eos_token_id, described.pad_token_id = 2, 0
+            model = kind(described) if described.model_type == "t5" else kind.from_config(described)
+            model.save_pretrained(place)
+            save_tokenizer(place, "<s> $A")
+        return part.model_copy(update={"name": str(place), "quantization": "none", "dtype": "fp32"})
+
+    parts = {part: random_weights(getattr(config, part)) for part in ("base_lm", "amortization", "input_encoder")}
+    monkeypatch.setitem(presets.PRESETS, request.param, config.model_copy(update=parts))
+    return str(request.param)
 
 
 def train(model: TrainedModel, data: Path) -> None:
@@ -90,7 +120,9 @@ def train(model: TrainedModel, data: Path) -> None:
 
 
 @pytest.mark.slow
-def test_tables_1_and_2_from_data_to_report(command: Command, small_presets: None, tmp_path: Path) -> None:
+def test_tables_1_and_2_from_data_to_report(
+    command: Command, small_presets: None, shortened: None, tmp_path: Path
+) -> None:
     data = tmp_path / "data"
     write_data(data)
     planned = [step for step in steps("paper", data, 0) if not step.missing]
@@ -117,3 +149,24 @@ def test_tables_1_and_2_from_data_to_report(command: Command, small_presets: Non
     assert command("eval.report", "out", "--output", "report.html")[0] == 0
     page = Path("report.html").read_text()
     assert page.count("published protocol") >= 5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("full_size", ["distilgpt2"], indirect=True)
+def test_each_recipe_and_baseline_takes_a_step_in_full_size(
+    command: Command, full_size: str, shortened: None, tmp_path: Path
+) -> None:
+    data = tmp_path / "data"
+    write_data(data)
+    step = next(s for s in steps("paper", data, 0) if s.name == f"main_table-{full_size}-streamingqa")
+    for model in models_to_train(models_needed(step)):
+        train(model, data)
+    methods = ("--methods", "uniform,salient-spans,camels,mac", "--documents", "2", "--questions", "2")
+    code, _, errors = command("eval.main_table", *step.arguments, *methods, "--output", "out.json")
+    assert code == 0, errors
+    result = Result.read(Path("out.json"))
+    assert result.model is not None
+    assert (result.model.lm, result.not_run) == (presets.PAPER[full_size].base_lm.name, {})
+    assert {row.name for row in result.rows} == {"Uniform", "Salient Spans", "CaMeLS", "MAC"}
+    content = table(result, next(entry for entry in CATALOGUE if entry.name == "main_table"))
+    assert "paper F1 %" in content.headers  # those of DistilGPT2 on StreamingQA
