@@ -252,6 +252,7 @@ def open_factory(
     changes: dict[str, object] = {"lora_rank": lora_rank, "unrelated": None if unrelated is None else str(unrelated)}
     if scale == "paper":
         name = FIRST if data is None else named_data(data)[0]
+        name = name if name in QUESTIONS else FIRST
         changes |= {"proxy": BaseLMConfig(name=trained_on(PROXY, name)), "steps": 50 * QUESTIONS[name] // 24}
     baselines = baselines.model_copy(update={"camels": baselines.camels.model_copy(update=changes)})
 
