@@ -96,7 +96,7 @@ class TestReleased:
         again = {**ASKED, "question": "Where was the storm?", "answers": ["Haib"]}
         dataset = load_dataset("streamingqa", "test", write_release(tmp_path, [OTHER, STORM], ASKED, again))
         [document] = dataset.documents
-        assert (document.text, document.date) == ("A storm has hit Haib.\nIt lasted a day.", "2020-01-31")
+        assert (document.text, document.metadata["date"]) == ("A storm has hit Haib.\nIt lasted a day.", "2020-01-31")
         assert [question.question for question in dataset.questions] == ["What has hit Haib?", "Where was the storm?"]
         assert dataset.questions[0].answers == ("storm", "a storm", "a heavy storm")
         assert {question.document_id for question in dataset.questions} == {document.id}
