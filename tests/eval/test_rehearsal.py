@@ -112,11 +112,12 @@ def full_size(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytes
 
 def train(model: TrainedModel, data: Path) -> None:
     kind = TuneConfig if model.task == "tune_qa" else TrainConfig
-    short = [*model.overrides(data / model.dataset), *SHORT]
-    recipe = load_recipe(kind, model.recipe, [value for value in short if not value.startswith("context.retriever")])
-    if isinstance(recipe, TrainConfig) and recipe.context_set is not None:
-        recipe = recipe.model_copy(update={"context_set": 2})
-    run_task(model.task, recipe, Path(model.folder))
+    sets = [] if model.task == "tune_qa" else ["context_set=2"]
+    run_task(
+        model.task,
+        load_recipe(kind, model.recipe, [*model.overrides(data / model.dataset), *SHORT, *sets]),
+        Path(model.folder),
+    )
 
 
 @pytest.mark.slow
