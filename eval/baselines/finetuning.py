@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from eval.harness.published import decoding
+from eval.harness.published import answers_to
 from eval.harness.scales import Protocol
 from eval.harness.systems import System
 from mac_rag.data.types import Document, Question
@@ -29,7 +29,7 @@ from mac_rag.lm.prompt import PromptEncoder
 from mac_rag.lm.text_tokenizer import Span
 from mac_rag.progress import progress_bar
 from pipelines.corpora.salient_spans import rule_spans
-from pipelines.tasks.open_book import generate, mean_scores
+from pipelines.tasks.open_book import mean_scores
 
 if TYPE_CHECKING:
     from spacy.language import Language
@@ -189,7 +189,7 @@ class FineTuning(System):
         self._weighting = weighting
         updated = [weight for weight in self.lm.parameters() if weight.requires_grad]
         self._optimizer = torch.optim.Adam(updated, lr=learning_rate)
-        self._decoding = {"max_new_tokens": max_new_tokens, **decoding(protocol)}
+        self._max_new_tokens, self._protocol = max_new_tokens, protocol
         self._batch_size = batch_size
 
     def adapt(self, documents: Sequence[Document]) -> None:
@@ -206,7 +206,8 @@ class FineTuning(System):
 
     def answer(self, questions: Sequence[str]) -> list[str]:
         prompts = [self.lm.prompts.prompt(question) for question in questions]
-        return generate(self.lm, prompts, batch_size=self._batch_size, **self._decoding)
+        limit = self._max_new_tokens
+        return answers_to(self.lm, prompts, self._protocol, max_new_tokens=limit, batch_size=self._batch_size)
 
 
 def search_learning_rate(

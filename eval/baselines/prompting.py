@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from functools import partial
 
-from eval.harness.published import decoding
+from eval.harness.published import answers_to, in_batches, searched
 from eval.harness.scales import Protocol
-from eval.harness.systems import System, in_batches
+from eval.harness.systems import System
 from mac_rag.data.types import Document, Question
+from mac_rag.engine import MACEngine
 from mac_rag.errors import ConfigError
 from mac_rag.model import MACModel
 from mac_rag.retrieval import BM25Retriever
-from pipelines.tasks.open_book import generate
 
 
 class FewShot(System):
@@ -31,7 +30,7 @@ class FewShot(System):
         self.settings = {"examples": len(examples)}
         self._model = model
         self._batch_size = batch_size
-        self._decoding = {"max_new_tokens": model.config.max_new_tokens, **decoding(protocol)}
+        self._protocol = protocol
         self._examples = [(example.question, example.answers[0]) for example in examples]
 
     def adapt(self, documents: Sequence[Document]) -> None:
@@ -40,7 +39,8 @@ class FewShot(System):
     def answer(self, questions: Sequence[str]) -> list[str]:
         lm = self._model.base_lm
         prompts = [lm.prompts.after_examples(self._examples, question) for question in questions]
-        return generate(lm, prompts, batch_size=self._batch_size, **self._decoding)
+        limit = self._model.config.max_new_tokens
+        return answers_to(lm, prompts, self._protocol, max_new_tokens=limit, batch_size=self._batch_size)
 
 
 class RetrieverOnly(System):
@@ -51,9 +51,9 @@ class RetrieverOnly(System):
         self.settings = {"retriever": "bm25", "k": k}
         self._retriever = BM25Retriever()
         self._k = k
-        self._model = model
+        self._engine = MACEngine(model)
         self._batch_size = batch_size
-        self._decoding = decoding(protocol)
+        self._protocol = protocol
 
     def adapt(self, documents: Sequence[Document]) -> None:
         self._retriever.add(documents)
@@ -61,10 +61,14 @@ class RetrieverOnly(System):
     def answer(self, questions: Sequence[str]) -> list[str]:
         contexts = [[hit.text for hit in hits] for hits in self._retriever.retrieve(questions, self._k)]
         prompts = [
-            self._model.fit_to_window(question, texts, overflow="truncate")
+            self._engine.model.fit_to_window(question, texts, overflow="truncate")
             for question, texts in zip(questions, contexts, strict=True)
         ]
-        return in_batches(partial(self._model.generate, **self._decoding), prompts, self._batch_size)
+        if self._protocol == "published":
+            lm = self._engine.model.base_lm
+            return in_batches(lambda batch: searched(lm, [prompt.ids for prompt in batch]), prompts, self._batch_size)
+        answers = self._engine.answer(prompts, use_memory=False, batch_size=self._batch_size, progress=True)
+        return [answer.text for answer in answers]
 
 
 def drawn_examples(questions: Sequence[Question], count: int, seed: int) -> list[Question]:

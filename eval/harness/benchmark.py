@@ -159,6 +159,7 @@ def run_benchmark(
     from eval.harness.published import departures
     from eval.harness.results import result_path, writable_folder
     from mac_rag.engine import MACEngine
+    from mac_rag.errors import ConfigError
     from mac_rag.model import MACModel
     from mac_rag.retrieval.registry import make_retriever
 
@@ -168,6 +169,11 @@ def run_benchmark(
         writable_folder(folder, "--export")
     ks = whole_numbers("--k", options["k"])
     memory_weights = _memory_weights(options["memory_weight"])
+    if memory_weights and options["protocol"] == "published":
+        raise ConfigError(
+            f"--memory-weight {options['memory_weight']} is not of the published protocol, which has LM(d + x; phi*) "
+            "alone; leave it out, or take --protocol strict"
+        )
     retrievers: dict[str, Retriever] = {}
     for name in dict.fromkeys(name.strip() for name in options["retriever"].split(",")):
         made = make_retriever(name, progress=True)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from eval.harness.costs import Costs
 from eval.harness.kept_answers import KeptAnswer, KeptAnswers, Prompt
-from eval.harness.published import cut, decoding, scores
+from eval.harness.published import cut, scores, with_memory
 from eval.harness.results import BY_DATES, Adaptation, Gain, Row, Sample, Verdict
 from eval.harness.scales import Protocol
 from mac_rag.bank.known_documents import KnownDocuments
@@ -135,7 +135,6 @@ class _Table:
         self.protocol = protocol
         self.rows: list[Row] = []
         self.verdicts: dict[str, list[Verdict]] = {}
-        self._decoding = decoding(protocol)
         self._fitted: dict[Prompt, FittedPrompt] = {}
         self._with_memory: dict[Prompt, FittedPrompt] = {}  # documents that the model reads from its bank not in them
         self._costs = Costs(engine, [question.question for question in dataset.questions])
@@ -234,7 +233,7 @@ class _Table:
             lacking = tuple(weight for weight in dict.fromkeys(weights) if self.kept.find(prompt, weight) is None)
             # The LM reads documents once for all weights. A prompt without documents shares nothing between weights,
             # nor does one whose documents are read from the bank.
-            shares = prompt.contexts and isinstance(self.engine.model, AmortizedModel) and not self._decoding
+            shares = prompt.contexts and isinstance(self.engine.model, AmortizedModel)
             for together in [lacking] if shares else [(weight,) for weight in lacking]:
                 missing.setdefault(together, []).append(prompt)
         missing.pop((), None)
@@ -254,7 +253,7 @@ class _Table:
 
     def _generate(self, prompts: Sequence[Prompt], weights: Sequence[float | None]) -> list[list[str]]:
         """Generates, for each weight, the answers to the prompts, which are sorted by length."""
-        if self._decoding:
+        if self.protocol == "published":
             return [self._searched(prompts, weight) for weight in weights]
         if len(weights) == 1:
             return [self._generate_at(prompts, weights[0])]
@@ -267,16 +266,6 @@ class _Table:
             for texts, batch_texts in zip(answers, of_batch, strict=True):
                 texts += batch_texts
         return answers
-
-    def _searched(self, prompts: Sequence[Prompt], weight: float | None) -> list[str]:
-        """Answers by the protocol's own decoding, with one memory weight, or without memory for None."""
-        texts: list[str] = []
-        for first in range(0, len(prompts), self.batch_size):
-            batch = prompts[first : first + self.batch_size]
-            phi = None if weight is None else self._aggregated(batch)
-            read = [self._read(prompt, weight) for prompt in batch]
-            texts += self.engine.model.generate(read, modulation=phi, memory_weight=weight, **self._decoding)
-        return texts
 
     def _aggregated(self, prompts: Sequence[Prompt]) -> Tensor:
         """Computes phi* `[B, T, D]` of each question, as of its moment."""
@@ -302,6 +291,17 @@ class _Table:
             )
             for place, answer in zip(places, answers, strict=True):
                 texts[place] = answer.text
+        return texts
+
+    def _searched(self, prompts: Sequence[Prompt], weight: float | None) -> list[str]:
+        """Answers by the published decoding, with memory, or without for None."""
+        texts: list[str] = []
+        model = cast(AmortizedModel, self.engine.model)
+        for first in range(0, len(prompts), self.batch_size):
+            batch = prompts[first : first + self.batch_size]
+            phi = None if weight is None else self._aggregated(batch)
+            read = [self._read(prompt, weight) for prompt in batch]
+            texts += with_memory(model, read, phi)
         return texts
 
     def _read(self, prompt: Prompt, weight: float | None) -> FittedPrompt:

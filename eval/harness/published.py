@@ -4,7 +4,7 @@
 |---|---|---|
 | stream | the first documents | documents in a shuffled order; a title or article stays together |
 | documents beyond the amortization network's limit | chunks | cut at the limit |
-| decoding | the model's own: greedy, or copied spans | diverse beam search: 12 beams in 4 groups, penalty 10 |
+| decoding | the model's own: greedy, copied spans, `memory_weight` | `LM(d + x; phi*)`, 12 diverse beams in 4 groups |
 | longest answer | the model's own | 16 tokens |
 | reference | the accepted answer that fits best | the shortest accepted answer |
 | exact match | equal after normalization | the prediction begins with the reference |
@@ -19,7 +19,6 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -29,19 +28,51 @@ from eval.harness.scales import Protocol
 from mac_rag.data.archivalqa import split_paragraph_id
 from mac_rag.data.metrics import best_over, exact_match, f1, prefix_match
 from mac_rag.data.types import Document, QADataset, Question, first_documents
-from mac_rag.lm.decoding import BeamSearch
+from mac_rag.lm.base_lm import BaseLM
+from mac_rag.lm.prompt import FittedPrompt
 from mac_rag.model import AmortizedModel, MACModel
+from mac_rag.nn.modulation import Modulation
+from mac_rag.progress import progress_bar
+from pipelines.tasks.open_book import generate
 
 _BEAMS, _GROUPS, _PENALTY, _NEW_TOKENS = 12, 4, 10.0, 16
 _NEVER = -1e9  # the score of a beam that does not exist yet
 
 
-def decoding(protocol: Protocol) -> dict[str, Any]:
-    """Arguments of `BaseLM.generate` and `MACModel.generate` that decode as a protocol says."""
+def answers_to(
+    base_lm: BaseLM,
+    prompts: Sequence[Sequence[int]],
+    protocol: Protocol,
+    *,
+    max_new_tokens: int,
+    batch_size: int,
+) -> list[str]:
+    """Answers of an LM alone to prompts, decoded by a protocol; `max_new_tokens` is that of ours."""
     if protocol == "strict":
-        return {}
-    search: BeamSearch = partial(diverse_beam_search, groups=_GROUPS, penalty=_PENALTY)
-    return {"num_beams": _BEAMS, "beam_search": search, "max_new_tokens": _NEW_TOKENS}
+        return generate(base_lm, prompts, max_new_tokens=max_new_tokens, batch_size=batch_size)
+    return in_batches(lambda batch: searched(base_lm, batch), prompts, batch_size)
+
+
+def with_memory(model: AmortizedModel, prompts: Sequence[str | FittedPrompt], phi: Tensor | None) -> list[str]:
+    """Answers by the published decoding: `LM(d + x; phi*)`, or `LM(d + x)` for None.
+
+    Args:
+        prompts: B questions, or what `MACModel.fit_to_window` returned.
+        phi: phi* `[B, T, D]`.
+    """
+    fitted = [model.fit_to_window(prompt) if isinstance(prompt, str) else prompt for prompt in prompts]
+    read = [model.ids_read(prompt, with_memory=phi is not None) for prompt in fitted]
+    return searched(model.base_lm, read, None if phi is None else model.modulation(phi))
+
+
+def in_batches(answer: Callable[[Sequence[Any]], list[str]], asked: Sequence[Any], size: int) -> list[str]:
+    """The answers to questions or prompts, of which `answer` takes so many at once."""
+    texts: list[str] = []
+    with progress_bar("answer", len(asked)) as bar:
+        for first in range(0, len(asked), size):
+            texts += answer(asked[first : first + size])
+            bar.advance(min(size, len(asked) - first))
+    return texts
 
 
 def scores(protocol: Protocol, prediction: str, question: Question) -> dict[str, float]:
@@ -100,56 +131,44 @@ def departures(protocol: Protocol, model: MACModel, *, greedy: bool = False) -> 
     return notes
 
 
-def diverse_beam_search(
-    lm: Any,
-    input_ids: Tensor,
-    logits_processor: Callable[[Tensor, Tensor], Tensor],
-    generation_config: Any,
+@torch.no_grad()
+def searched(
+    base_lm: BaseLM,
+    prompts: Sequence[Sequence[int]],
+    modulation: Modulation | None = None,
     *,
-    groups: int,
-    penalty: float,
-    **inputs: Any,
-) -> Tensor:
-    """Diverse beam search (Vijayakumar et al., 2016), as transformers had it until 4.56.
+    groups: int = _GROUPS,
+    size: int = _BEAMS // _GROUPS,
+    penalty: float = _PENALTY,
+    most: int = _NEW_TOKENS,
+) -> list[str]:
+    """Answers by diverse beam search (Vijayakumar et al., 2016), as transformers had it until 4.56.
 
     Each step, a group of beams chooses its tokens after the groups before it: `penalty` is subtracted from the
     log-probability of a token for each beam before that chose it in this step. A group is done when it has as many
     ended answers as beams. The answer is that of the highest mean log-probability, penalties included.
 
     Args:
-        lm: the LM.
-        input_ids: padded prompts `[B * beams, L]`, each repeated for its beams.
-        logits_processor: changes log-probabilities before the search sees them.
-        generation_config: with the number of beams, which `groups` divides, the largest length, and the end tokens.
-        inputs: the LM's further inputs, a cache with the prefix of a modulation among them.
-
-    Returns:
-        Prompt and answer of each of the B rows, padded on the right.
+        prompts: token ids of B rows.
+        modulation: modulation of the rows; None for the LM alone.
+        groups, size: number of groups, and of beams in each.
+        most: largest number of tokens of an answer.
     """
-    inputs.pop("stopping_criteria", None)  # of transformers: the largest length, which the loop sees itself
-    beams, start = generation_config.num_beams, input_ids.shape[1]
-    size, rows, device = beams // groups, len(input_ids) // beams, input_ids.device
-    ends, pad = set(generation_config._eos_token_tensor.tolist()), int(generation_config._pad_token_tensor)
+    rows, device, tokenizer = len(prompts), base_lm.device, base_lm.tokenizer
+    ends, pad = set(base_lm.end_tokens), int(tokenizer.pad_token_id)
     totals = torch.full((rows, groups, size), _NEVER, device=device)
     totals[..., 0] = 0  # all beams are equal at first
     ended: list[list[list[tuple[float, Tensor]]]] = [[[] for _ in range(groups)] for _ in range(rows)]
     done = torch.zeros(rows, groups, dtype=torch.bool)
-    written = input_ids
-    while written.shape[1] < generation_config.max_length and not done.all():
-        first = written.shape[1] == start
-        read = lm.prepare_inputs_for_generation(
-            written, next_sequence_length=start if first else 1, is_first_iteration=first, **inputs
-        )
-        output = lm(**read, return_dict=True)
-        inputs = lm._update_model_kwargs_for_generation(output, inputs)
-        log_probabilities = logits_processor(written, output.logits[:, -1].float().log_softmax(-1))
-        vocabulary = log_probabilities.shape[-1]
-        log_probabilities = log_probabilities.view(rows, groups, size, vocabulary)
-        chosen = torch.full((rows, groups, size), pad, device=device)
-        own = torch.arange(len(input_ids), device=device).view(rows, groups, size)
-        parents = own.clone()
+    written = torch.zeros(rows * groups * size, 0, dtype=torch.long, device=device)
+    own = torch.arange(len(written), device=device).view(rows, groups, size)
+    steps = base_lm.steps(prompts, modulation)
+    logits = next(steps).repeat_interleave(groups * size, 0)  # a prompt is read once for all of its beams
+    for length in range(1, most + 1):
+        vocabulary = logits.shape[-1]
+        log_probabilities = logits.float().log_softmax(-1).view(rows, groups, size, vocabulary)
+        chosen, parents = torch.full_like(own, pad), own.clone()
         counts = torch.zeros(rows, vocabulary, device=device)
-        length = written.shape[1] + 1 - start
         for group in range(groups):
             candidates = log_probabilities[:, group] - penalty * counts[:, None] + totals[:, group, :, None]
             best, places = candidates.flatten(1).topk((1 + len(ends)) * size)
@@ -162,23 +181,24 @@ def diverse_beam_search(
                         parents[row, group, beam] = parent
                         beam += 1
                     elif rank < size:
-                        answers.append((total / length, written[parent, start:]))
+                        answers.append((total / length, written[parent]))
                         answers.sort(key=lambda answer: -answer[0])
                         del answers[size:]
                     if beam == size:
                         break
                 done[row, group] = len(answers) == size
             counts.scatter_add_(1, chosen[:, group], torch.ones_like(chosen[:, group], dtype=counts.dtype))
-        inputs["past_key_values"].reorder_cache(parents.flatten())
-        written = torch.cat([written[parents.flatten()], chosen.view(-1, 1)], 1)
-    open_beams = written.view(rows, groups, size, -1)[..., start:]
-    found = torch.full((rows, generation_config.max_length), pad, device=device)
-    found[:, :start] = input_ids[::beams]
-    for row in range(rows):
+        followed = parents.flatten()
+        written = torch.cat([written[followed], chosen.view(-1, 1)], 1)
+        if length == most or done.all():
+            break
+        logits = steps.send((followed if length > 1 else followed // (groups * size), chosen.flatten()))
+    texts = []
+    for row, of_row in enumerate(ended):
         for group in (~done[row]).nonzero()[:, 0].tolist():
-            mean = totals[row, group] / open_beams.shape[-1]
-            answers = [*ended[row][group], *zip(mean.tolist(), open_beams[row, group], strict=True)]
-            ended[row][group] = sorted(answers, key=lambda answer: -answer[0])[:size]
-        answer = max((answer for group in ended[row] for answer in group), key=lambda pair: pair[0])[1]
-        found[row, start : start + len(answer)] = answer
-    return found
+            mean = totals[row, group] / written.shape[1]
+            open_beams = zip(mean.tolist(), written[own[row, group]], strict=True)
+            of_row[group] = sorted([*of_row[group], *open_beams], key=lambda answer: -answer[0])[:size]
+        answer = max((answer for group in of_row for answer in group), key=lambda pair: pair[0])[1]
+        texts.append(tokenizer.decode(answer.tolist(), skip_special_tokens=True).strip())
+    return texts

@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import cast
 
-from torch import nn
+from torch import Tensor, nn
 
 from eval.harness.protocol import judge, summarize
-from eval.harness.published import cut, decoding
+from eval.harness.published import cut, in_batches, with_memory
 from eval.harness.results import Row, Verdict
 from eval.harness.scales import Protocol
 from mac_rag.data.types import Document, Question
 from mac_rag.engine import Answer, MACEngine
 from mac_rag.model import AmortizedModel
-from mac_rag.progress import progress_bar
 
 
 class System(ABC):
@@ -65,24 +64,12 @@ class MACSystem(System):
         self.engine.adapt(documents if self._protocol == "strict" else cut(self._model, documents))
 
     def answer(self, questions: Sequence[str]) -> list[str]:
-        searching = decoding(self._protocol)
-
-        def answered(batch: Sequence[str]) -> list[str]:
-            return self._model.generate(batch, modulation=self.engine.aggregate(batch), **searching)
-
-        if searching:
-            return in_batches(answered, questions, self._batch_size)
+        if self._protocol == "published":
+            return in_batches(self._searched, questions, self._batch_size)
         return [answer.text for answer in self.engine.answer(questions, batch_size=self._batch_size, progress=True)]
 
-
-def in_batches(answer: Callable[[Sequence[Any]], list[str]], asked: Sequence[Any], size: int) -> list[str]:
-    """The answers to questions or prompts, of which `answer` takes so many at once."""
-    texts: list[str] = []
-    with progress_bar("answer", len(asked)) as bar:
-        for first in range(0, len(asked), size):
-            texts += answer(asked[first : first + size])
-            bar.advance(min(size, len(asked) - first))
-    return texts
+    def _searched(self, questions: Sequence[str]) -> list[str]:
+        return with_memory(self._model, questions, cast(Tensor, self.engine.aggregate(questions)))
 
 
 def ask(

@@ -22,7 +22,6 @@ from mac_rag.lm.chat import prompt_encoder
 from mac_rag.lm.decoding import (
     GREEDY,
     AbstainByMajority,
-    BeamSearch,
     ExtractiveDecoding,
     MaxRuleEnsemble,
     Sampling,
@@ -237,7 +236,6 @@ class BaseLM(nn.Module):
         *,
         max_new_tokens: int,
         num_beams: int = 1,
-        beam_search: BeamSearch | None = None,
         weights: Sequence[float] | None = None,
         sampling: Sampling = GREEDY,
         sources: Sequence[Sequence[SpanSource]] | None = None,
@@ -249,7 +247,6 @@ class BaseLM(nn.Module):
             modulation: modulation of B rows; None for the LM alone.
             max_new_tokens: largest number of tokens of an answer.
             num_beams: number of beams of beam search, which allows no sampling; 1 for no beam search.
-            beam_search: another search with these beams, as transformers' `custom_generate` takes it; None for its own.
             weights: memory weight of each row for max-rule ensemble decoding (see `MaxRuleEnsemble`); None decodes with
                 the modulation only.
             sampling: how tokens are chosen, and which strings end an answer early.
@@ -277,7 +274,6 @@ class BaseLM(nn.Module):
                 **self._in_segments(positions, segment_ids),
                 max_new_tokens=max_new_tokens,
                 num_beams=num_beams,
-                custom_generate=beam_search,
                 do_sample=False,
                 logits_processor=[part for part in (self._abstaining(ids.shape[1]), extractive, ensemble) if part],
                 pad_token_id=self.tokenizer.pad_token_id,
@@ -339,6 +335,25 @@ class BaseLM(nn.Module):
                 live = live[kept]
         texts = self._decoded(torch.stack(generated, 1))
         return [sampling.until_stop(text)[0].strip() for text in texts]
+
+    @torch.no_grad()
+    def steps(
+        self, prompts: Sequence[Sequence[int]], modulation: Modulation | None
+    ) -> Generator[Tensor, tuple[Tensor, Tensor], None]:
+        """The steps of a search of one's own: yields logits `[N, vocabulary]` of the next token, first of B prompts.
+
+        To continue, send the rows that the next ones follow, `[N]`, which may repeat, and the next tokens `[N]`.
+        """
+        ids, mask, positions, segment_ids = self._padded(prompts, modulation)
+        cache, segments = self._cache(modulation), self.architecture.segment_arguments(segment_ids)
+        while True:
+            output = self._read(ids, mask, positions, cache, modulation, segments)
+            cache = growing(output.past_key_values)
+            rows, tokens = yield output.logits[:, -1]
+            cache.reorder_cache(rows)
+            modulation = modulation and modulation.after_cache(rows)
+            mask, positions, ids = mask[rows], positions[rows, -1:] + 1, tokens[:, None]
+            mask, segments = torch.cat([mask, torch.ones_like(ids)], 1), {}
 
     def ends(self, tokens: Tensor) -> Tensor:
         """True for each token that ends an answer."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from string import ascii_letters
 from typing import Any
@@ -14,8 +14,6 @@ from transformers import LogitsProcessor
 from mac_rag.errors import ConfigError
 from mac_rag.lm.prompt import PromptEncoder
 from mac_rag.lm.text_tokenizer import TextTokenizer
-
-BeamSearch = Callable[..., Tensor]  # a decoding loop as transformers' `generate(custom_generate=...)` takes it
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from mac_rag.errors import ConfigError, DocumentError, ModelLoadError, PromptErr
 from mac_rag.lm.base_lm import BaseLM
 from mac_rag.lm.batching import length_buckets
 from mac_rag.lm.chat import ChatPromptEncoder, Message
-from mac_rag.lm.decoding import GREEDY, BeamSearch, Sampling, SpanSource
+from mac_rag.lm.decoding import GREEDY, Sampling, SpanSource
 from mac_rag.lm.devices import DeviceMap, default_device
 from mac_rag.lm.prompt import FittedPrompt
 from mac_rag.model import checkpoint
@@ -424,7 +424,6 @@ class MACModel(nn.Module, ABC):
         modulation: Phi | None = None,
         max_new_tokens: int | None = None,
         num_beams: int = 1,
-        beam_search: BeamSearch | None = None,
         memory_weight: float | None = None,
         sampling: Sampling = GREEDY,
     ) -> list[str]:
@@ -436,7 +435,6 @@ class MACModel(nn.Module, ABC):
             modulation: phi* `[B, T, D]`; None for the frozen LM alone.
             max_new_tokens: largest number of tokens of an answer; None for the configured one.
             num_beams: number of beams of beam search; 1 for no beam search.
-            beam_search: another search with these beams; see `BaseLM.generate`.
             memory_weight: lambda after documents (see `mac_rag.lm.decoding`); None for the configured weight.
             sampling: how tokens are chosen, and which strings end an answer early.
 
@@ -452,7 +450,6 @@ class MACModel(nn.Module, ABC):
                 None if modulation is None else self._modulation(modulation[rows]),
                 max_new_tokens=max_new_tokens or self.config.max_new_tokens,
                 num_beams=num_beams,
-                beam_search=beam_search,
                 weights=None if weights is None else [weights[i] for i in rows],
                 sampling=sampling,
                 sources=self.span_sources([fitted[i] for i in rows]),

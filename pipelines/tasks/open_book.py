@@ -36,17 +36,14 @@ def mean_scores(answers: Sequence[str], questions: Sequence[Question]) -> dict[s
     }
 
 
-def generate(base_lm: BaseLM, prompts: Sequence[Sequence[int]], *, batch_size: int, **decoding: Any) -> list[str]:
-    """Answers prompts in batches of similar length; returns the answers in the order of the prompts.
-
-    `decoding` are further arguments of `BaseLM.generate`, which decodes greedily without any.
-    """
+def generate(base_lm: BaseLM, prompts: Sequence[Sequence[int]], *, max_new_tokens: int, batch_size: int) -> list[str]:
+    """Answers prompts greedily, in batches of similar length; returns the answers in the order of the prompts."""
     order = sorted(range(len(prompts)), key=lambda index: len(prompts[index]))
     answers = [""] * len(prompts)
     with progress_bar("answer", len(prompts)) as bar:
         for first in range(0, len(order), batch_size):
             batch = order[first : first + batch_size]
-            texts = base_lm.generate([prompts[i] for i in batch], None, **decoding)
+            texts = base_lm.generate([prompts[i] for i in batch], None, max_new_tokens=max_new_tokens)
             for index, text in zip(batch, texts, strict=True):
                 answers[index] = text
             bar.advance(len(batch))

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from eval.harness.published import cut, decoding, departures, diverse_beam_search, scores, shuffled_choice
+from eval.harness.published import cut, departures, scores, searched, shuffled_choice, with_memory
 from eval.harness.results import Data, Row, published_lm
 from eval.report.catalogue import CATALOGUE
 from eval.report.collect import ResultFile
@@ -19,7 +19,7 @@ from mac_rag.data.newswire.generate import generate
 from mac_rag.data.types import Document, QADataset, Question
 from mac_rag.model import MACModel
 from pipelines.sizes import architecture
-from tests.eval.helpers import Evaluate, result
+from tests.eval.helpers import Command, Evaluate, result
 
 # Prediction, accepted answers; EM and F1 by the published functions; EM and F1 by ours.
 BY_HAND: list[tuple[str, tuple[str, ...], float, float, float, float]] = [
@@ -92,10 +92,7 @@ def test_beams_are_those_of_a_plain_search(tiny_model: MACModel, groups: int, si
     prompts = [
         base_lm.prompts.prompt(text) for text in ("Who opened the harbour?", "Which town?", "When was it, then?")
     ]
-    found = base_lm.generate(
-        prompts, None, max_new_tokens=5, num_beams=groups * size,
-        beam_search=lambda *a, **k: diverse_beam_search(*a, **k, groups=groups, penalty=penalty),
-    )  # fmt: skip
+    found = searched(base_lm, prompts, groups=groups, size=size, penalty=penalty, most=5)
     with torch.no_grad():
         expected = [plain_search(tiny_model, prompt, groups, size, penalty, 5) for prompt in prompts]
     assert found == [base_lm.tokenizer.decode(ids, skip_special_tokens=True).strip() for ids in expected]
@@ -135,11 +132,14 @@ def test_the_published_protocol_of_a_benchmark(evaluate: Evaluate, tiny_checkpoi
     model = MACModel.from_pretrained(str(tiny_checkpoint), device="cpu")
     memory = model.amortize([document.text for document in chosen.documents])
     asked = [question.question for question in chosen.questions]
-    search = decoding("published")
-    assert (search["num_beams"], search["max_new_tokens"]) == (12, 16)
-    expected = model.generate(asked, modulation=model.aggregate(asked, memory), **search)
-    assert [sample.rows["MAC"].prediction for sample in evaluated.samples] == expected
-    assert [sample.rows["LM alone"].prediction for sample in evaluated.samples] == model.generate(asked, **search)
+    phi = model.aggregate(asked, memory)
+    assert [sample.rows["MAC"].prediction for sample in evaluated.samples] == with_memory(model, asked, phi)
+    assert [sample.rows["LM alone"].prediction for sample in evaluated.samples] == with_memory(model, asked, None)
+    contexts = [
+        next(d.text for d in chosen.documents if d.id == s.rows["bm25 top-1"].retrieved[0]) for s in evaluated.samples
+    ]
+    fitted = [model.fit_to_window(q, [text], overflow="truncate") for q, text in zip(asked, contexts, strict=True)]
+    assert [s.rows["bm25 top-1 + MAC"].prediction for s in evaluated.samples] == with_memory(model, fitted, phi)
     assert evaluated.result.protocol == "published"
     assert evaluated.result.notes == (departures("published", model)[0],)
     assert "question alone" in evaluated.result.notes[0]
@@ -152,8 +152,8 @@ def test_all_systems_of_a_comparison_decode_alike(evaluate: Evaluate, tiny_check
     evaluated = evaluate("main_table", *options, "--protocol", "published", "--lora-rank", 2)
     model = MACModel.from_pretrained(str(tiny_checkpoint), device="cpu")
     asked = [sample.question for sample in evaluated.samples]
-    plain = model.base_lm.generate([model.base_lm.prompts.prompt(q) for q in asked], None, **decoding("published"))
-    assert [sample.rows["Zero-shot"].prediction for sample in evaluated.samples] == plain
+    predictions = [sample.rows["Zero-shot"].prediction for sample in evaluated.samples]
+    assert predictions == searched(model.base_lm, [model.base_lm.prompts.prompt(question) for question in asked])
     assert evaluated.rows["Uniform"].settings == {"method": "Uniform", "learning_rate": 1e-3, "lora_rank": 2}
     assert evaluated.result.protocol == "published"
 
@@ -179,3 +179,23 @@ def test_a_report_puts_the_papers_figures_beside_ours(tmp_path: Path) -> None:
     assert shown.rows[1][2].text == "–"
     assert "published protocol" in about(ResultFile(tmp_path / "r.json", made))
     assert json.loads(made.model_dump_json())["protocol"] == "published"
+
+
+def test_the_published_protocol_has_one_memory_weight(command: Command, tiny_checkpoint: Path) -> None:
+    options = ("--model", tiny_checkpoint, "--documents", 3, "--memory-weight", "1,0.5", "--protocol", "published")
+    code, _, errors = command("eval.archivalqa", *options)
+    assert code == 1
+    assert "--memory-weight 1,0.5 is not of the published protocol" in errors
+
+
+def test_searched_answers_under_memory_are_those_of_a_plain_search(tiny_model: MACModel) -> None:
+    """A prompt is read once for all beams, after its own prefix."""
+    asked = ["Who opened the harbour?", "Which town?"]
+    phi = tiny_model.aggregate(asked, tiny_model.amortize(["The harbour was opened.", "A town."]))
+    one_by_one = [with_memory(tiny_model, [question], phi[i : i + 1])[0] for i, question in enumerate(asked)]
+    assert with_memory(tiny_model, asked, phi) == one_by_one
+    greedy = tiny_model.generate(asked, modulation=phi)
+    prompts = [tiny_model.base_lm.prompts.prompt(question) for question in asked]
+    modulation = tiny_model.modulation(phi)
+    limit = tiny_model.config.max_new_tokens
+    assert searched(tiny_model.base_lm, prompts, modulation, groups=1, size=1, penalty=0.0, most=limit) == greedy
