@@ -295,13 +295,15 @@ class _Table:
 
     def _searched(self, prompts: Sequence[Prompt], weight: float | None) -> list[str]:
         """Answers by the published decoding, with memory, or without for None."""
-        texts: list[str] = []
-        model = cast(AmortizedModel, self.engine.model)
-        for first in range(0, len(prompts), self.batch_size):
-            batch = prompts[first : first + self.batch_size]
-            phi = None if weight is None else self._aggregated(batch)
-            read = [self._read(prompt, weight) for prompt in batch]
-            texts += with_memory(model, read, phi)
+        texts, model = [""] * len(prompts), cast(AmortizedModel, self.engine.model)
+        for moment, places in _by_moment([prompt.as_of if weight is not None else None for prompt in prompts]).items():
+            for first in range(0, len(places), self.batch_size):
+                some = [prompts[place] for place in places[first : first + self.batch_size]]
+                phi = self.engine.aggregate([prompt.question for prompt in some], as_of=moment)
+                read = [self._read(prompt, weight) for prompt in some]
+                answers = with_memory(model, read, None if weight is None else cast(Tensor, phi))
+                for place, text in zip(places[first:], answers):
+                    texts[place] = text
         return texts
 
     def _read(self, prompt: Prompt, weight: float | None) -> FittedPrompt:
