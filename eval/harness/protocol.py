@@ -299,9 +299,9 @@ class _Table:
         for moment, places in _by_moment([prompt.as_of if weight is not None else None for prompt in prompts]).items():
             for first in range(0, len(places), self.batch_size):
                 some = [prompts[place] for place in places[first : first + self.batch_size]]
-                phi = self.engine.aggregate([prompt.question for prompt in some], as_of=moment)
-                read = [self._read(prompt, weight) for prompt in some]
-                answers = with_memory(model, read, None if weight is None else cast(Tensor, phi))
+                asked = [prompt.question for prompt in some]
+                phi = None if weight is None else cast(Tensor, self.engine.aggregate(asked, as_of=moment))
+                answers = with_memory(model, [self._read(prompt, weight) for prompt in some], phi)
                 for place, text in zip(places[first:], answers):
                     texts[place] = text
         return texts
