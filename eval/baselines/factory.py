@@ -57,7 +57,7 @@ TINY_SCALE = BaselineSetup(
     camels=CamelsConfig(steps=120, accumulate=1, inner_rate=0.03, learning_rate=3e-4, padded=None, clip=1.0),
     ccm=CCMConfig(steps=400),
 )
-# CaMeLS: 50 epochs of 21,000 questions, 24 documents a step, on DistilGPT2, the proxy of the whole GPT-2 family. The
+# CaMeLS: 50 epochs of StreamingQA's questions, and of another set's accordingly, 24 documents a step, on DistilGPT2, the proxy of the whole GPT-2 family. The
 # proxy is tuned on the data set's questions first, like the LM that it stands for (`open_factory` names it).
 PAPER_SCALE = BaselineSetup(
     training_documents=21_000,
@@ -253,7 +253,8 @@ def open_factory(
     if scale == "paper":
         name = FIRST if data is None else named_data(data)[0]
         name = name if name in QUESTIONS else FIRST
-        changes |= {"proxy": BaseLMConfig(name=trained_on(PROXY, name)), "steps": 50 * QUESTIONS[name] // 24}
+        steps = baselines.camels.steps * QUESTIONS[name] // QUESTIONS[FIRST]
+        changes |= {"proxy": BaseLMConfig(name=trained_on(PROXY, name)), "steps": max(1, steps)}
     baselines = baselines.model_copy(update={"camels": baselines.camels.model_copy(update=changes)})
 
     def dataset(split: str, documents: int) -> QADataset:
