@@ -7,8 +7,16 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from eval.baselines.options import METHODS, LMOption, chosen_methods
-from eval.harness.command import BatchOption, DeviceOption, OutputOption, ScaleOption, SeedOption, report
+from eval.baselines.options import METHODS, LMOption, LoraOption, UnrelatedOption, chosen_methods
+from eval.harness.command import (
+    BatchOption,
+    DeviceOption,
+    OutputOption,
+    ProtocolOption,
+    ScaleOption,
+    SeedOption,
+    report,
+)
 from eval.harness.scales import SCALES
 from eval.harness.streams import DataOption, DocumentsOption, ModelByScale, QuestionsOption, open_stream
 from mac_rag.cli.run import run_command
@@ -34,6 +42,9 @@ def main(
             show_default="searched for each method on validation documents",
         ),
     ] = None,
+    lora_rank: LoraOption = None,
+    unrelated: UnrelatedOption = None,
+    protocol: ProtocolOption = "strict",
     seed: SeedOption = 0,
     batch_size: BatchOption = 32,
     device: DeviceOption = None,
@@ -51,17 +62,22 @@ def main(
     names = chosen_methods(methods)
     setup = SCALES[scale]["main_table"].override(model=model, documents=documents, questions=questions)
     options = setup.options(context.params)
-    dataset, source = open_stream(data, "test", setup.documents, setup.questions, seed=seed, scale=scale)
+    size = setup.documents, setup.questions
+    dataset, source = open_stream(data, "test", *size, seed=seed, scale=scale, protocol=protocol)
     say(f"{dataset.name}: {len(dataset.documents):,} documents, {len(dataset.questions):,} questions, {source}")
 
     import torch
 
     from eval.baselines.factory import open_factory, searched_notes
     from eval.harness.protocol import samples
+    from eval.harness.published import departures
     from eval.harness.systems import ask
     from mac_rag.errors import ConfigError, QuantizationError
 
-    factory = open_factory(setup, path, scale=scale, data=data, seed=seed, device=device, batch_size=batch_size, lm=lm)
+    factory = open_factory(
+        setup, path, scale=scale, data=data, seed=seed, device=device, batch_size=batch_size, lm=lm,
+        lora_rank=lora_rank, unrelated=unrelated, protocol=protocol,
+    )  # fmt: skip
     rows: list[Row] = []
     verdicts: dict[str, list[Verdict]] = {}
     not_run: dict[str, str] = {}
@@ -72,7 +88,7 @@ def main(
             began = time.perf_counter()
             system.adapt(dataset.documents)
             seconds = time.perf_counter() - began
-            row, verdicts[system.name] = ask(system.name, system, dataset.questions, len(dataset.documents))
+            row, verdicts[system.name] = ask(system.name, system, dataset.questions, len(dataset.documents), protocol)
         except (ConfigError, QuantizationError) as error:
             not_run[method] = str(error)
             continue
@@ -92,7 +108,7 @@ def main(
         source=source,
         model=factory.model,
         not_run=not_run,
-        notes=searched_notes(factory),
+        notes=[*searched_notes(factory), *departures(protocol, factory.model, greedy="ccm" in names)],
         further=True,
     )
 

@@ -6,8 +6,16 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from eval.baselines.options import LMOption, RateOption, chosen_methods
-from eval.harness.command import BatchOption, DeviceOption, OutputOption, ScaleOption, SeedOption, report
+from eval.baselines.options import LMOption, RateOption, UnrelatedOption, chosen_methods
+from eval.harness.command import (
+    BatchOption,
+    DeviceOption,
+    OutputOption,
+    ProtocolOption,
+    ScaleOption,
+    SeedOption,
+    report,
+)
 from eval.harness.scales import SCALES
 from eval.harness.streams import DocumentsOption, ModelByScale, QuestionsOption, open_stream
 from mac_rag.cli.run import run_command
@@ -37,6 +45,8 @@ def main(
     ] = None,
     methods: Annotated[str, typer.Option(help="Methods to compare, separated by commas.")] = "zero-shot,camels,mac",
     learning_rate: RateOption = None,
+    unrelated: UnrelatedOption = None,
+    protocol: ProtocolOption = "strict",
     seed: SeedOption = 0,
     batch_size: BatchOption = 32,
     device: DeviceOption = None,
@@ -59,7 +69,7 @@ def main(
     names: list[str | None] = [None] if scale == "tiny" else []
     names += [] if data is None else data.split(",")
     streams = [
-        open_stream(name, "test", setup.documents, setup.questions, seed=seed, scale=scale)[0]
+        open_stream(name, "test", setup.documents, setup.questions, seed=seed, scale=scale, protocol=protocol)[0]
         for name in names or [None]
     ]
     if data is None:
@@ -72,8 +82,9 @@ def main(
     from eval.harness.systems import ask
 
     factory = open_factory(
-        setup, path, scale=scale, data=trained_on, seed=seed, device=device, batch_size=batch_size, lm=lm
-    )
+        setup, path, scale=scale, data=trained_on, seed=seed, device=device, batch_size=batch_size, lm=lm,
+        unrelated=unrelated, protocol=protocol,
+    )  # fmt: skip
     rows: list[Row] = []
     sampled: list[Sample] = []
     for stream in streams:
@@ -82,7 +93,7 @@ def main(
             system = factory.make(method, learning_rate=learning_rate or factory.setup.retention_rate)
             system.adapt(stream.documents)
             name = f"{stream.name}: {system.name}"
-            row, verdicts[name] = ask(name, system, stream.questions, len(stream.documents))
+            row, verdicts[name] = ask(name, system, stream.questions, len(stream.documents), protocol)
             rows.append(row.model_copy(update={"settings": {**row.settings, "dataset": stream.name}}))
         sampled += samples(stream.questions, verdicts)
     report(

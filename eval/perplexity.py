@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -74,15 +74,27 @@ def main(
     stream, source = open_stream(data, "test", 2 * setup.documents, seed=seed, scale=scale)
     from eval.baselines.factory import open_factory
     from eval.baselines.finetuning import FineTuning
+    from eval.harness.paper_plan import tuned_lm
     from eval.harness.variants import Training, trained
+    from mac_rag.lm.loading import load_tokenizer
     from mac_rag.model import AmortizedModel
+    from mac_rag.model.presets import preset
 
     tiny_steps = STEPS if scale == "tiny" and steps is None else steps
     training = Training(setup.model, data, path.parent / "variants", seed, tiny_steps, scale)
     half = len(stream.documents) // 2
     adapted, unseen = stream.documents[:half], stream.documents[half:]
     models = {} if scale == "paper" else {"MAC, trained on questions": AmortizedModel.from_pretrained(setup.model)}
-    models["MAC"] = trained(language_recipe(training, TRAINING_DOCUMENTS[scale]), training.runs)
+    if scale == "paper":
+        tuned = tuned_lm(setup.model, named_data(data or "")[0])
+        config = preset(setup.model)
+        tokenizer = load_tokenizer(config.base_lm.name if tuned is None else tuned.path)
+    else:
+        model_before = next(iter(models.values()))
+        config, tokenizer = model_before.config, model_before.base_lm.tokenizer
+    most = 3 * config.max_document_tokens // 4  # of the LM's tokens; the amortization network may have others
+    recipe = language_recipe(training, TRAINING_DOCUMENTS[scale], tokenizer, most)
+    models["MAC"] = trained(recipe, training.runs)
     rows = [perplexity_row("LM alone", models["MAC"], adapted, unseen, batch_size, lm=models["MAC"].base_lm)]
     for name, network in models.items():
         rows.append(perplexity_row(name, network, adapted, unseen, batch_size))
@@ -194,34 +206,40 @@ def cut(prompts: PromptEncoder, text: str) -> tuple[list[int], list[int]]:
     return ids[:count], ids[count:]
 
 
-def language_recipe(training: Training, documents: int) -> TrainConfig:
+def language_recipe(training: Training, documents: int, tokenizer: Any, most: int) -> TrainConfig:
     """The recipe of language modelling: a document's first 10 % of words are the question, the rest is the answer.
 
-    Takes at most so many documents of the training split.
+    Takes at most so many documents of the training split, each cut to `most` of the tokenizer's tokens.
 
     Raises:
         DataError: for documents that cannot be written as a data set of questions.
     """
     name = "newswire" if training.data is None else named_data(training.data)[0]
     folder = training.runs / f"language-{name}-{training.seed}"
+    data = {"name": "archivalqa", "path": str(folder), "validation_documents": 32}
     for split, size in (("train", documents), ("val", 32)):
         stream, _ = open_stream(training.data, split, size, seed=training.seed, scale=training.scale)
-        write_once(folder / f"{split}.csv", partial(continuations, stream))
-    data = {"name": "archivalqa", "path": str(folder), "validation_documents": 32}
+        write_once(folder / f"{split}.csv", partial(continuations, stream, tokenizer, most))
     return training.recipe(None, {"model": {"prompt": PROMPT}, "data": data})
 
 
-def continuations(stream: QADataset) -> QADataset:
-    """A question of each document's beginning, whose answer is the rest; documents of one word are left out."""
+def continuations(stream: QADataset, tokenizer: Any, most: int) -> QADataset:
+    """A question of each document's beginning, whose answer is the rest; documents of one word are left out.
+
+    The LM writes the whole rest, so a document ends before the word with which it would have more than `most` tokens.
+    """
     from mac_rag.data.types import Document, QADataset, Question
 
     documents, questions = [], []
     for document in stream.documents:
-        words = document.text.split()
+        encoded = tokenizer(document.text, add_special_tokens=False, return_offsets_mapping=True)
+        spans = encoded["offset_mapping"]
+        text = document.text if len(spans) <= most else document.text[: spans[most][0]].rsplit(None, 1)[0]
+        words = text.split()
         if len(words) < 2:
             continue
         count = max(1, round(BEGINNING * len(words)))
-        documents.append(Document(document.id, document.text, {"date": "2000-01-01"}))
+        documents.append(Document(document.id, text, {"date": "2000-01-01"}))
         rest = " ".join(words[count:])
         questions.append(Question(f"{document.id}-rest", " ".join(words[:count]), (rest,), document.id))
     return QADataset(stream.name, stream.split, tuple(documents), tuple(questions))

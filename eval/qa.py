@@ -20,7 +20,7 @@ from eval.harness.benchmark import (
     WeightOption,
     run_benchmark,
 )
-from eval.harness.command import BatchOption, DeviceOption, OutputOption, SeedOption
+from eval.harness.command import BatchOption, DeviceOption, OutputOption, ProtocolOption, SeedOption
 from eval.harness.streams import DataOption, named_data
 from mac_rag.cli.run import run_command
 
@@ -43,6 +43,7 @@ def main(
     split: SplitOption = "test",
     documents: StreamOption = None,
     questions: QuestionsOption = None,
+    protocol: ProtocolOption = "strict",
     seed: SeedOption = 0,
     batch_size: BatchOption = 32,
     device: DeviceOption = None,

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from eval.harness.command import BatchOption, OutputOption, ScaleOption, SeedOption
+from eval.harness.command import BatchOption, OutputOption, ProtocolOption, ScaleOption, SeedOption
 from eval.harness.scales import SCALES
 from eval.harness.streams import (
     DataOption,
@@ -63,6 +63,7 @@ def main(
     learning_rate: TrainingRateOption = None,
     documents: DocumentsOption = None,
     questions: QuestionsOption = None,
+    protocol: ProtocolOption = "strict",
     seed: SeedOption = 0,
     batch_size: BatchOption = 32,
     output: OutputOption = None,
@@ -111,6 +112,7 @@ def main(
         options=setup.options(context.params),
         notes=notes if scale == "tiny" else [],
         not_run=not_run,
+        protocol=protocol,
     )
 
 

@@ -94,6 +94,7 @@ def mac_loss(
     weights: LossWeights,
     *,
     backprop_dropout: float = 0.0,
+    context_set: int | None = None,
     negatives: MemoryTokens | None = None,
     distractors: int = 0,
 ) -> tuple[dict[str, Tensor], MemoryTokens]:
@@ -106,6 +107,8 @@ def mac_loss(
     Args:
         weights: weight of each term; a term of weight zero is not computed.
         backprop_dropout: p, the share of documents without gradients; at least one always has them.
+        context_set: number of consecutive documents to which each question on one of them attends, so that several sets
+            share a pass; None for all documents.
         negatives: memory tokens of other documents, without gradients: further negatives of the contrastive term.
         distractors: number of negatives that each question adds to the documents which all questions attend to: those
             with the highest document prior. The answer term then sees a bank of more documents.
@@ -164,7 +167,7 @@ def mac_loss(
             attended = MemoryTokens.cat([phi, known[len(phi) + hardest]])
             attended_dates = None if dates is None else torch.cat([dates[: len(phi)], dates[len(phi) + hardest]])
         bank = replace(model.aggregation.project(attended), dates=attended_dates)
-        mask = _seen(batch.gold_hidden, gold, len(attended))
+        mask = _seen(batch.gold_hidden, gold, len(attended), context_set)
         aggregated, _ = model.aggregation(encoded, bank, mask=mask, asked=asked, attention=recomputing_attention)
     if weights.answer:
         terms["answer"] = _mean_loss(model, after_contexts, targets, aggregated, batch.without_memory)
@@ -190,12 +193,18 @@ def mac_loss(
     return {"loss": total, **{name: term.detach() for name, term in terms.items()}}, phi.detach()
 
 
-def _seen(gold_hidden: Sequence[bool], gold: Tensor, rows: int) -> Tensor | None:
-    """Rows of the bank that each question sees, bool `[B, rows]`, as `Batch.gold_hidden` says; None for all."""
-    if not any(gold_hidden):
+def _seen(gold_hidden: Sequence[bool], gold: Tensor, rows: int, context_set: int | None) -> Tensor | None:
+    """Rows of the bank that each question sees, bool `[B, rows]`: its set, without what is hidden; None for all."""
+    if not any(gold_hidden) and (context_set is None or context_set >= rows):
         return None
-    hidden = torch.tensor(gold_hidden, device=gold.device)
-    return ~(hidden[:, None] & (torch.arange(rows, device=gold.device) == gold[:, None]))
+    places = torch.arange(rows, device=gold.device)
+    seen = torch.ones(len(gold), rows, dtype=torch.bool, device=gold.device)
+    if context_set is not None:
+        seen = places // context_set == gold[:, None] // context_set
+    if any(gold_hidden):
+        hidden = torch.tensor(gold_hidden, device=gold.device)
+        seen &= ~(hidden[:, None] & (places == gold[:, None]))
+    return seen
 
 
 def _needed(batch: Batch, scores: Tensor) -> Tensor:

@@ -63,6 +63,7 @@ class Trainer:
             # cuDNN's attention, which PyTorch prefers on some GPUs, plans for each new shape, which takes longer than a
             # small model's attention; texts of other lengths make other shapes.
             torch.backends.cuda.enable_cudnn_sdp(False)
+            torch.set_float32_matmul_precision("high")  # TF32 in the layers that a recipe keeps in fp32
         self._sharded: ShardedTask | None = None
         parallel = config.parallel if self.accelerator.num_processes > 1 else "ddp"
         if parallel == "fsdp":

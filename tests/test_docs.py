@@ -179,12 +179,13 @@ class TestHarness:
 
 
 @pytest.mark.slow
-def test_the_tour_runs_from_top_to_bottom(tmp_path: Path) -> None:
-    """examples/tour.ipynb, and it prints what it shows."""
+@pytest.mark.parametrize("name", ["tour.ipynb", "variants.ipynb"])
+def test_a_notebook_runs_from_top_to_bottom(tmp_path: Path, name: str) -> None:
+    """And it prints what it shows."""
     import nbformat
     from nbclient import NotebookClient
 
-    notebook = nbformat.read(ROOT / "examples" / "tour.ipynb", as_version=4)
+    notebook = nbformat.read(ROOT / "examples" / name, as_version=4)
     shown = [printed(cell) for cell in notebook.cells]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     NotebookClient(notebook, resources={"metadata": {"path": str(tmp_path)}}).execute(env=environment)

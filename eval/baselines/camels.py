@@ -25,9 +25,11 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from eval.baselines import weights_cache
 from eval.baselines.finetuning import Passage, TokenWeighting, at_least_single, passages, weighted_loss
 from mac_rag.config import BaseLMConfig, Config
+from mac_rag.data.readers import read_documents
 from mac_rag.data.types import QADataset
 from mac_rag.errors import ConfigError
 from mac_rag.lm.base_lm import BaseLM
+from mac_rag.lm.lora_tuning import make_trainable
 from mac_rag.progress import progress_bar
 
 Weights = dict[str, Tensor]
@@ -101,11 +103,14 @@ def check_proxy(proxy: BaseLM, base_lm: BaseLM) -> None:
 
 
 def parameters(lm: nn.Module) -> Weights:
-    """The detached weights of an LM, by name."""
-    return {name: weight.detach() for name, weight in lm.named_parameters()}
+    """The detached weights of an LM that updates change, by name: its low-rank updates if it has any, else all."""
+    named = {name: weight.detach() for name, weight in lm.named_parameters()}
+    return {name: weight for name, weight in named.items() if "lora_" in name} or named
 
 
-def inner_update(lm: nn.Module, theta: Weights, ids: Tensor, weights: Tensor, rate: float) -> Weights:
+def inner_update(
+    lm: nn.Module, theta: Weights, ids: Tensor, weights: Tensor, rate: float, padded: int | None = None
+) -> Weights:
     """One step of gradient descent on the weighted loss of a document, differentiable in `theta` and `weights`.
 
     Args:
@@ -114,10 +119,12 @@ def inner_update(lm: nn.Module, theta: Weights, ids: Tensor, weights: Tensor, ra
         ids: token ids of the document, `[L]`.
         weights: weights of the tokens, `[L]`.
         rate: learning rate.
+        padded: see `CamelsConfig.padded`.
     """
+    share = 1.0 if padded is None else (len(ids) - 1) / (padded - 1)
 
     def loss(theta: Weights) -> Tensor:
-        return weighted_loss(_logits(lm, theta, ids[None])[0], ids, weights)
+        return share * weighted_loss(_logits(lm, theta, ids[None])[0], ids, weights)
 
     with twice_differentiable():
         gradients = grad(loss)(theta)
@@ -155,6 +162,7 @@ def meta_loss(
     *,
     rate: float,
     locality: float,
+    padded: int | None = None,
 ) -> tuple[Tensor, Weights]:
     """The network's loss: the LM's loss on questions after updates on their documents, and a locality term.
 
@@ -164,23 +172,23 @@ def meta_loss(
         unrelated: token ids of another text, `[L]`.
         rate: learning rate of the updates.
         locality: weight of the KL divergence on the unrelated text.
+        padded: see `CamelsConfig.padded`.
 
     Returns:
         The loss, and the LM's weights after the updates.
     """
-    with twice_differentiable():
-        after = theta
-        for lesson in lessons:
-            weights = network(lesson.document)
-            after = inner_update(lm, after, lesson.document, weights, rate)
-        loss = answer_loss(lm, after, [question for lesson in lessons for question in lesson.questions])
-        if locality:
-            loss = loss + locality * drift(lm, theta, after, unrelated)
-        return loss, after
+    after = theta
+    for lesson in lessons:
+        weights = network(lesson.document)
+        after = inner_update(lm, after, lesson.document, weights, rate, padded)
+    loss = answer_loss(lm, after, [question for lesson in lessons for question in lesson.questions])
+    if locality:
+        loss = loss + locality * drift(lm, theta, after, unrelated)
+    return loss, after
 
 
 def twice_differentiable() -> AbstractContextManager[None]:
-    """Selects PyTorch's plain attention; the fused kernels have no second derivatives."""
+    """Selects PyTorch's plain attention for an LM's update; the fused kernels have no second derivatives."""
     context: AbstractContextManager[None] = sdpa_kernel(SDPBackend.MATH)
     return context
 
@@ -199,7 +207,12 @@ class CamelsConfig(Config):
         accumulate: batches of each step.
         inner_rate: learning rate of the LM's gradient descent.
         learning_rate: learning rate of Adam.
-        reset_every: batches after which the LM returns to its own weights.
+        reset_documents: documents after which the LM returns to its own weights; full batches of 6 count.
+        padded: tokens to which the published code pads a document; it takes the mean of the LM's loss over all of them.
+            None for the mean over the document's own tokens.
+        unrelated: file of the unrelated texts (see `mac_rag.data.readers`), published: 8,000 of OpenWebText. None for
+            other training documents.
+        lora_rank: rank of low-rank updates that the LM's gradient descent changes in place of all weights.
         clip: maximum gradient norm.
     """
 
@@ -208,8 +221,11 @@ class CamelsConfig(Config):
     accumulate: int = Field(4, ge=1)
     inner_rate: float = Field(5e-4, gt=0)
     learning_rate: float = Field(1e-5, gt=0)
-    reset_every: int = Field(24, ge=1)
-    clip: float = Field(1e5, gt=0)
+    reset_documents: int = Field(24, ge=1)
+    padded: int | None = Field(1024, ge=2)
+    unrelated: str | None = None
+    lora_rank: int | None = Field(None, ge=1)
+    clip: float = Field(1e9, gt=0)
 
 
 def trained_network(
@@ -233,26 +249,32 @@ def meta_train(
 ) -> list[float]:
     """Trains a weighting network in place; returns the loss of each step."""
     lessons = _lessons(lm, dataset)
+    unrelated = [] if config.unrelated is None else [d.text for d in read_documents([Path(config.unrelated)])]
+    updated = lm.model
+    if config.lora_rank is not None:
+        updated = copy.deepcopy(lm.model)
+        make_trainable(updated, config.lora_rank, merging=False)
     rng = random.Random(seed)
     optimizer = torch.optim.Adam(network.parameters(), lr=config.learning_rate)
-    start = parameters(lm.model)
+    start = parameters(updated)
     theta, batches = start, 0
     losses = []
-    with twice_differentiable(), progress_bar("meta-train CaMeLS", config.steps) as bar:
+    with progress_bar("meta-train CaMeLS", config.steps) as bar:
         for _ in range(config.steps):
             optimizer.zero_grad()
             total = 0.0
             for _ in range(config.accumulate):
                 *batch, other = rng.sample(lessons, _DOCUMENTS + 1)
+                text = _passage(lm, rng.choice(unrelated)) if unrelated else other.document
                 loss, after = meta_loss(
-                    lm.model, network, theta, batch, other.document,
-                    rate=config.inner_rate, locality=_LOCALITY,
+                    updated, network, theta, batch, text,
+                    rate=config.inner_rate, locality=_LOCALITY, padded=config.padded,
                 )  # fmt: skip
                 (loss / config.accumulate).backward()
                 total += loss.item() / config.accumulate
                 batches += 1
                 theta = {name: weight.detach() for name, weight in after.items()}
-                if batches % config.reset_every == 0:
+                if batches * _DOCUMENTS % config.reset_documents < _DOCUMENTS:
                     theta = start
             torch.nn.utils.clip_grad_norm_(network.parameters(), config.clip)
             optimizer.step()
@@ -263,13 +285,17 @@ def meta_train(
 
 
 def _lessons(lm: BaseLM, dataset: QADataset) -> Sequence[Lesson]:
-    """A lesson for each document with questions; a document longer than the LM's window is cut to one passage."""
+    """A lesson for each question; a document longer than the LM's window is cut to one passage."""
     questions = dataset.questions_by_document()
-    return [
-        Lesson(
-            next(passages(lm.prompts, document.text, lm.context_window, lm.device)).ids,
-            [(lm.prompts.prompt(q.question), lm.prompts.answer(q.answers[0])) for q in questions[document.id]],
-        )
-        for document in dataset.documents
-        if questions[document.id]
-    ]
+    lessons = []
+    for document in dataset.documents:
+        ids = _passage(lm, document.text)
+        for question in questions[document.id]:
+            exchange = lm.prompts.prompt(question.question), lm.prompts.answer(question.answers[0])
+            lessons.append(Lesson(ids, [exchange]))
+    return lessons
+
+
+def _passage(lm: BaseLM, text: str) -> Tensor:
+    """The beginning of a text that fits into the LM's window, as ids `[L]`."""
+    return next(passages(lm.prompts, text, lm.context_window, lm.device)).ids

@@ -13,8 +13,9 @@ from eval.baselines.ccm import CCM, CCMConfig, CCMSystem, trained_ccm
 from eval.baselines.finetuning import FineTuning, TokenWeighting, UniformWeights, salient_spans, search_learning_rate
 from eval.baselines.options import FINE_TUNING, METHODS
 from eval.baselines.prompting import FewShot, RetrieverOnly, drawn_examples
-from eval.harness.scales import Scale, Setup
-from eval.harness.streams import open_stream
+from eval.harness.paper_plan import FIRST, PROXY, QUESTIONS, trained_on
+from eval.harness.scales import Protocol, Scale, Setup
+from eval.harness.streams import named_data, open_stream
 from eval.harness.systems import MACSystem, System
 from mac_rag.config import BaseLMConfig, Config, EncoderConfig
 from mac_rag.data.types import QADataset
@@ -53,17 +54,17 @@ TINY_SCALE = BaselineSetup(
     validation_documents=100,
     rates=(6.5e-6, 2.5e-5, 1e-4, 3e-4),
     retention_rate=1e-4,
-    camels=CamelsConfig(steps=120, accumulate=1, inner_rate=0.03, learning_rate=3e-4, reset_every=4, clip=1.0),
+    camels=CamelsConfig(steps=120, accumulate=1, inner_rate=0.03, learning_rate=3e-4, padded=None, clip=1.0),
     ccm=CCMConfig(steps=400),
 )
-# CaMeLS: 50 epochs of 21,000 documents, 24 documents a step, on DistilGPT2, the proxy of the whole GPT-2 family. The
-# proxy is tuned on questions first, like the LM that it stands for.
+# CaMeLS: 50 epochs of StreamingQA's questions, and of another set's accordingly, 24 documents a step, on DistilGPT2, the proxy of the whole GPT-2 family. The
+# proxy is tuned on the data set's questions first, like the LM that it stands for (`open_factory` names it).
 PAPER_SCALE = BaselineSetup(
     training_documents=21_000,
     validation_documents=200,
     rates=(1.6e-6, 6.5e-6, 2.5e-5, 1e-4),
     retention_rate=6.5e-6,
-    camels=CamelsConfig(proxy=BaseLMConfig(name="runs/distilgpt2/tune_qa/best"), steps=43_750),
+    camels=CamelsConfig(steps=50 * QUESTIONS[FIRST] // 24),
     ccm=CCMConfig(
         encoder=EncoderConfig(design="encoder-only", name="google-t5/t5-base"),
         tokens=24,
@@ -84,6 +85,9 @@ class SystemFactory:
         folder: cache of the trained networks; None for no cache.
         lm: name or folder of the LM that fine-tuning updates and CCM compresses with; None for the model's own, which
             is loaded once more without quantisation if it is quantised.
+        lora_rank: rank of low-rank updates that fine-tuning trains in place of all weights; those of a model's own
+            quantised LM too (QLoRA).
+        protocol: how answers are decoded (`eval.harness.published`).
 
     Attributes:
         searched: F1 by learning rate, for each method whose learning rate was searched.
@@ -100,9 +104,13 @@ class SystemFactory:
         batch_size: int = 32,
         seed: int = 0,
         lm: str | None = None,
+        lora_rank: int | None = None,
+        protocol: Protocol = "strict",
     ) -> None:
         self.model = model
         self.setup = setup
+        self._lora_rank = lora_rank
+        self._protocol = protocol
         self.searched: dict[str, dict[float, float]] = {}
         self._make_training_set = training_set
         self._make_validation_set = validation_set
@@ -136,6 +144,11 @@ class SystemFactory:
         check_proxy(whole, base_lm)
         return whole
 
+    @property
+    def _updated_lm(self) -> BaseLM:
+        """The LM of fine-tuning: with low-rank updates, the model's own, quantised or not."""
+        return self.unquantized_lm if self._lora_rank is None or self._lm is not None else self.model.base_lm
+
     @cached_property
     def training_set(self) -> QADataset:
         return self._make_training_set()
@@ -157,21 +170,28 @@ class SystemFactory:
         if method in ("zero-shot", "few-shot"):
             count = _EXAMPLES if method == "few-shot" else 0
             examples = drawn_examples(self.training_set.questions, count, self._seed) if count else []
-            return FewShot(self.model, examples, batch_size=self._batch_size)
+            return FewShot(self.model, examples, batch_size=self._batch_size, protocol=self._protocol)
         if method == "retriever":
-            return RetrieverOnly(self.model, _K, batch_size=self._batch_size)
+            return RetrieverOnly(self.model, _K, batch_size=self._batch_size, protocol=self._protocol)
         if method == "ccm":
             return self._ccm(trained)
         if method == "mac":
-            return MACSystem(self.model, batch_size=self._batch_size)
+            return MACSystem(self.model, batch_size=self._batch_size, protocol=self._protocol)
         raise ConfigError(f"unknown method {method!r}; choose one of {', '.join(METHODS)}")
 
     def _fine_tuning(self, method: str, learning_rate: float | None, trained: bool) -> System:
         weighting = self._weighting(method, trained)
 
         def make(rate: float) -> FineTuning:
-            limit = self.model.config.max_new_tokens
-            return FineTuning(self.unquantized_lm, weighting, rate, max_new_tokens=limit, batch_size=self._batch_size)
+            return FineTuning(
+                self._updated_lm,
+                weighting,
+                rate,
+                lora_rank=self._lora_rank,
+                max_new_tokens=self.model.config.max_new_tokens,
+                batch_size=self._batch_size,
+                protocol=self._protocol,
+            )
 
         if learning_rate is None:
             if method not in self.searched:
@@ -187,7 +207,7 @@ class SystemFactory:
             return UniformWeights()
         if method == "salient-spans":
             return salient_spans()
-        config, base_lm = self.setup.camels, self.unquantized_lm
+        config, base_lm = self.setup.camels, self._updated_lm
         proxy = base_lm
         if config.proxy is not None:
             proxy = BaseLM.load(config.proxy, base_lm.prompts.format, base_lm.device)
@@ -215,16 +235,27 @@ def open_factory(
     device: str | None,
     batch_size: int,
     lm: str | None = None,
+    lora_rank: int | None = None,
+    unrelated: Path | None = None,
+    protocol: Protocol = "strict",
 ) -> SystemFactory:
     """Makes the factory of systems around the model of a command's setup; the arguments are the command's options.
 
     Args:
         path: the result file; trained networks are cached in `trained/` beside it.
+        unrelated: file of CaMeLS's unrelated texts; None for training documents.
 
     Raises:
         ModelLoadError: if there is no such model.
     """
     baselines = SCALES[scale]
+    changes: dict[str, object] = {"lora_rank": lora_rank, "unrelated": None if unrelated is None else str(unrelated)}
+    if scale == "paper":
+        name = FIRST if data is None else named_data(data)[0]
+        name = name if name in QUESTIONS else FIRST
+        steps = baselines.camels.steps * QUESTIONS[name] // QUESTIONS[FIRST]
+        changes |= {"proxy": BaseLMConfig(name=trained_on(PROXY, name)), "steps": max(1, steps)}
+    baselines = baselines.model_copy(update={"camels": baselines.camels.model_copy(update=changes)})
 
     def dataset(split: str, documents: int) -> QADataset:
         return open_stream(data, split, documents, seed=seed, scale=scale)[0]
@@ -238,6 +269,8 @@ def open_factory(
         batch_size=batch_size,
         seed=seed,
         lm=setup.lm if lm is None else lm,
+        lora_rank=lora_rank,
+        protocol=protocol,
     )
 
 

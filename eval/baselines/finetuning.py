@@ -17,16 +17,19 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from eval.harness.published import answers_to
+from eval.harness.scales import Protocol
 from eval.harness.systems import System
 from mac_rag.data.types import Document, Question
 from mac_rag.errors import DocumentError
 from mac_rag.lm.base_lm import BaseLM
+from mac_rag.lm.loading import require_gradients
 from mac_rag.lm.lora_tuning import make_trainable
 from mac_rag.lm.prompt import PromptEncoder
 from mac_rag.lm.text_tokenizer import Span
 from mac_rag.progress import progress_bar
 from pipelines.corpora.salient_spans import rule_spans
-from pipelines.tasks.open_book import generate, mean_scores
+from pipelines.tasks.open_book import mean_scores
 
 if TYPE_CHECKING:
     from spacy.language import Language
@@ -154,8 +157,12 @@ class FineTuning(System):
 
     There is no dropout, so equal streams give equal LMs.
 
+    Args:
+        lora_rank: rank of the low-rank updates that are trained; None updates all weights.
+
     Raises:
-        ConfigError: for a quantised LM, whose weights cannot be updated.
+        ConfigError: for a quantised LM without `lora_rank`: its weights cannot be updated.
+        QuantizationError: for a 4-bit LM on a CPU, which has no gradients through it.
     """
 
     def __init__(
@@ -164,18 +171,25 @@ class FineTuning(System):
         weighting: TokenWeighting,
         learning_rate: float,
         *,
+        lora_rank: int | None = None,
         max_new_tokens: int = 16,
         batch_size: int = 32,
+        protocol: Protocol = "strict",
     ) -> None:
         self.name = weighting.name
         self.settings = {"learning_rate": learning_rate, **weighting.settings}
         lm = copy.deepcopy(base_lm.model)
-        make_trainable(lm, None)
+        if lora_rank is not None:
+            self.settings |= {"lora_rank": lora_rank}
+            if getattr(lm, "is_quantized", False):
+                require_gradients("nf4", base_lm.device)
+        make_trainable(lm, lora_rank, merging=False)
         self.lm = BaseLM(lm.eval(), base_lm.tokenizer, base_lm.prompts.format)
         self.networks = [self.lm, *weighting.networks]
         self._weighting = weighting
-        self._optimizer = torch.optim.Adam(self.lm.parameters(), lr=learning_rate)
-        self._max_new_tokens = max_new_tokens
+        updated = [weight for weight in self.lm.parameters() if weight.requires_grad]
+        self._optimizer = torch.optim.Adam(updated, lr=learning_rate)
+        self._max_new_tokens, self._protocol = max_new_tokens, protocol
         self._batch_size = batch_size
 
     def adapt(self, documents: Sequence[Document]) -> None:
@@ -192,7 +206,8 @@ class FineTuning(System):
 
     def answer(self, questions: Sequence[str]) -> list[str]:
         prompts = [self.lm.prompts.prompt(question) for question in questions]
-        return generate(self.lm, prompts, max_new_tokens=self._max_new_tokens, batch_size=self._batch_size)
+        limit = self._max_new_tokens
+        return answers_to(self.lm, prompts, self._protocol, max_new_tokens=limit, batch_size=self._batch_size)
 
 
 def search_learning_rate(

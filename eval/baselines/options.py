@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -15,6 +16,22 @@ LMOption = Annotated[
     typer.Option(
         help="Name or folder of the LM that fine-tuning and CCM start from.",
         show_default="the model's own, loaded again if it is quantised; at the paper's scale, what tune_qa leaves",
+    ),
+]
+LoraOption = Annotated[
+    int | None,
+    typer.Option(
+        "--lora-rank",
+        min=1,
+        help="Fine-tune low-rank updates of this rank; those of a quantised LM, if --lm names no other (QLoRA).",
+        show_default="all weights",
+    ),
+]
+UnrelatedOption = Annotated[
+    Path | None,
+    typer.Option(
+        help="File of unrelated texts on which CaMeLS keeps the LM's predictions; published: 8,000 of OpenWebText.",
+        show_default="other training documents",
     ),
 ]
 RateOption = Annotated[

@@ -5,23 +5,32 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 
+from eval.harness.published import answers_to, in_batches, searched
+from eval.harness.scales import Protocol
 from eval.harness.systems import System
 from mac_rag.data.types import Document, Question
 from mac_rag.engine import MACEngine
 from mac_rag.errors import ConfigError
 from mac_rag.model import MACModel
 from mac_rag.retrieval import BM25Retriever
-from pipelines.tasks.open_book import generate
 
 
 class FewShot(System):
     """Few-shot prompting: the same training questions with answers before every question; none for zero-shot."""
 
-    def __init__(self, model: MACModel, examples: Sequence[Question] = (), *, batch_size: int = 32) -> None:
+    def __init__(
+        self,
+        model: MACModel,
+        examples: Sequence[Question] = (),
+        *,
+        batch_size: int = 32,
+        protocol: Protocol = "strict",
+    ) -> None:
         self.name = f"{len(examples)}-shot" if examples else "Zero-shot"
         self.settings = {"examples": len(examples)}
         self._model = model
         self._batch_size = batch_size
+        self._protocol = protocol
         self._examples = [(example.question, example.answers[0]) for example in examples]
 
     def adapt(self, documents: Sequence[Document]) -> None:
@@ -31,19 +40,20 @@ class FewShot(System):
         lm = self._model.base_lm
         prompts = [lm.prompts.after_examples(self._examples, question) for question in questions]
         limit = self._model.config.max_new_tokens
-        return generate(lm, prompts, max_new_tokens=limit, batch_size=self._batch_size)
+        return answers_to(lm, prompts, self._protocol, max_new_tokens=limit, batch_size=self._batch_size)
 
 
 class RetrieverOnly(System):
     """The LM after the k documents that BM25 retrieves, without memory."""
 
-    def __init__(self, model: MACModel, k: int, *, batch_size: int = 32) -> None:
+    def __init__(self, model: MACModel, k: int, *, batch_size: int = 32, protocol: Protocol = "strict") -> None:
         self.name = f"bm25 top-{k}"
         self.settings = {"retriever": "bm25", "k": k}
         self._retriever = BM25Retriever()
         self._k = k
         self._engine = MACEngine(model)
         self._batch_size = batch_size
+        self._protocol = protocol
 
     def adapt(self, documents: Sequence[Document]) -> None:
         self._retriever.add(documents)
@@ -54,6 +64,9 @@ class RetrieverOnly(System):
             self._engine.model.fit_to_window(question, texts, overflow="truncate")
             for question, texts in zip(questions, contexts, strict=True)
         ]
+        if self._protocol == "published":
+            lm = self._engine.model.base_lm
+            return in_batches(lambda batch: searched(lm, [prompt.ids for prompt in batch]), prompts, self._batch_size)
         answers = self._engine.answer(prompts, use_memory=False, batch_size=self._batch_size, progress=True)
         return [answer.text for answer in answers]
 

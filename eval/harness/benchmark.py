@@ -16,6 +16,7 @@ from eval.harness.command import (
     BatchOption,
     DeviceOption,
     OutputOption,
+    ProtocolOption,
     SeedOption,
     report,
     whole_numbers,
@@ -105,6 +106,7 @@ def benchmark_command(
         split: SplitOption = "test",
         documents: StreamOption = stream,
         questions: QuestionsOption = None,
+        protocol: ProtocolOption = "strict",
         seed: SeedOption = 0,
         batch_size: BatchOption = 32,
         device: DeviceOption = None,
@@ -154,8 +156,10 @@ def run_benchmark(
     from eval.harness.export import export_records
     from eval.harness.kept_answers import KeptAnswers, answer_source
     from eval.harness.protocol import run_protocol
+    from eval.harness.published import departures
     from eval.harness.results import result_path, writable_folder
     from mac_rag.engine import MACEngine
+    from mac_rag.errors import ConfigError
     from mac_rag.model import MACModel
     from mac_rag.retrieval.registry import make_retriever
 
@@ -165,13 +169,20 @@ def run_benchmark(
         writable_folder(folder, "--export")
     ks = whole_numbers("--k", options["k"])
     memory_weights = _memory_weights(options["memory_weight"])
+    if memory_weights and options["protocol"] == "published":
+        raise ConfigError(
+            f"--memory-weight {options['memory_weight']} is not of the published protocol, which has LM(d + x; phi*) "
+            "alone; leave it out, or take --protocol strict"
+        )
     retrievers: dict[str, Retriever] = {}
     for name in dict.fromkeys(name.strip() for name in options["retriever"].split(",")):
         made = make_retriever(name, progress=True)
         if made is not None:
             retrievers[name] = made
-    size = options["documents"], options["questions"]
-    dataset, source = open_stream(data, options["split"], *size, seed=options["seed"], scale="tiny", columns=columns)
+    size, protocol = (options["documents"], options["questions"]), options["protocol"]
+    dataset, source = open_stream(
+        data, options["split"], *size, seed=options["seed"], scale="tiny", columns=columns, protocol=protocol
+    )
     say(f"{about}: {len(dataset.documents):,} documents, {len(dataset.questions):,} questions, split {dataset.split}")
     model_name = model_for(options["model"], options["data"])
     loaded = MACModel.from_pretrained(model_name, device=options["device"])
@@ -182,9 +193,10 @@ def run_benchmark(
         retrievers,
         ks,
         memory_weights=memory_weights,
-        kept=None if answers is None else KeptAnswers(answers, answer_source(loaded, dataset.documents)),
+        kept=None if answers is None else KeptAnswers(answers, answer_source(loaded, dataset.documents, protocol)),
         batch_size=options["batch_size"],
         seed=options["seed"],
+        protocol=protocol,
     )
     report(
         path,
@@ -196,7 +208,7 @@ def run_benchmark(
         dataset=dataset,
         source=source,
         model=loaded,
-        notes=dataset.notes,
+        notes=[*dataset.notes, *departures(protocol, loaded)],
         further=True,
     )
     if folder is not None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from eval.harness.scales import Scale
+from eval.harness.scales import Protocol, Scale
 from mac_rag.cli.terminal import say
 
 if TYPE_CHECKING:
@@ -28,6 +28,13 @@ OutputOption = Annotated[
 ScaleOption = Annotated[
     Scale,
     typer.Option(help="Sizes and models: tiny runs on any machine in minutes, paper is the paper's and needs --data."),
+]
+ProtocolOption = Annotated[
+    Protocol,
+    typer.Option(
+        help="strict: ours. published: that of the paper's code: a shuffled choice of documents, 12 diverse beams, the "
+        "shortest accepted answer, and a match of its beginning as EM."
+    ),
 ]
 BatchOption = Annotated[int, typer.Option(min=1, help="Questions of one batch.")]
 DeviceOption = Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1, ...", show_default="a GPU if there is one")]
@@ -90,18 +97,20 @@ def report(
         table: the rows to print; None for all.
         further: True to print a second table, with the scores that do not fit into the first.
     """
-    from eval.harness.results import Data, Model, Result, provenance
+    from eval.harness.results import Data, Model, Result, provenance, published_lm
     from eval.harness.row_table import show, show_further
 
     result = Result(
         **provenance(experiment),
         scale=options.get("scale"),
+        protocol=options.get("protocol", "strict"),
         config={name: str(value) if isinstance(value, Path) else value for name, value in options.items()},
         seed=options["seed"],
         model=None
         if model is None
         else Model(
             name=options["model"],
+            lm=published_lm(model.base_lm.model.config),
             fingerprint=model.fingerprint,
             answer_digest=model.answer_digest,
             device=str(model.device),

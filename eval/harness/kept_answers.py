@@ -23,6 +23,7 @@ from mac_rag.config import Config
 from mac_rag.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
+    from eval.harness.scales import Protocol
     from mac_rag.data.types import Document
     from mac_rag.model import MACModel
 
@@ -126,11 +127,13 @@ def _line(key: str, answer: KeptAnswer) -> bytes:
     return _Line(key=key, answer=answer).model_dump_json().encode() + b"\n"
 
 
-def answer_source(model: MACModel, documents: Iterable[Document]) -> str:
-    """Digest of all that determines answers: weights, configuration, device, stream in order, code of `mac_rag`."""
+def answer_source(model: MACModel, documents: Iterable[Document], protocol: Protocol = "strict") -> str:
+    """Digest of all that determines answers: weights, configuration, device, stream, protocol, code of `mac_rag`."""
     from mac_rag.retrieval.encoders import weights_hash
 
-    digest = hashlib.sha256(f"{weights_hash(model)} {model.config.model_dump_json()} {model.device}".encode())
+    digest = hashlib.sha256(
+        f"{weights_hash(model)} {model.config.model_dump_json()} {model.device} {protocol}".encode()
+    )
     for document in documents:
         digest.update(json.dumps([document.id, document.text, str(document.date)]).encode())
     package = Path(mac_rag.__file__).parent

@@ -10,7 +10,8 @@ import json
 import re
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Literal
 
@@ -20,14 +21,21 @@ from mac_rag.config import Config
 from mac_rag.errors import ConfigError, DataError
 from mac_rag.model.presets import PAPER, PRESETS, preset
 from mac_rag.untrusted_files import read_json
+from pipelines.recipe import load_recipe, read_recipe
+from pipelines.sizes import Cost, training_cost, tuning_cost
+from pipelines.tasks.train_config import TrainConfig
+from pipelines.tasks.tune_qa import TuneConfig
 
 DATASETS = ("streamingqa", "squad", "archivalqa")
 LARGEST = "runs/llama2-7b/train-joint/best"  # trained with memory and retrieved documents
 RECORDS = "steps.json"
 _LARGEST_FILE = 16 << 20  # bytes
-# Experiments that update the LM on each document; CaMeLS weighs tokens by a proxy, which is tuned on questions.
+# Experiments that update the LM on each document; CaMeLS weighs tokens by a proxy, tuned on questions of the data set.
 _UPDATING = ("main_table", "adaptation_cost", "retention", "ood", "perplexity")
-_PROXY = "runs/distilgpt2/tune_qa/best"
+PROXY = "runs/distilgpt2/tune_qa/best"
+# Questions to train on, after CaMeLS (Hu et al., 2023): an epoch is one pass over them.
+QUESTIONS = {"streamingqa": 21_000, "squad": 39_893, "archivalqa": 21_700}
+EPOCHS = 50
 FIRST = "streamingqa"  # whose models have no data set in their names
 # The questions that are set aside for tuning the LM: splits for training and validation.
 TUNING_SPLITS = {
@@ -75,7 +83,7 @@ class TrainedModel:
     @property
     def recipe(self) -> str:
         """Name of its recipe."""
-        return f"{self.preset}/{self.task}{_JOINT if self.joint and self.task == 'train' else ''}"
+        return f"{self.preset}/{self.task}{_JOINT if self.joint else ''}"
 
     def overrides(self, data: Path) -> tuple[str, ...]:
         """Values of the recipe with the folder of the data set, as `--set` takes them."""
@@ -83,11 +91,20 @@ class TrainedModel:
         if self.task == "tune_qa":
             train, val = TUNING_SPLITS[self.dataset]
             values += [f"data.train={train}", f"data.val={val}"]
-            # The LM that is tuned without documents is the start of the baselines and of MAC without retrieval.
-            values += ["context.retriever=bm25", "context.k=[1,3,5]"] if self.joint else ["context.retriever=none"]
+        elif self.dataset != FIRST:  # whose length the recipes have
+            trainer = read_recipe(self.recipe, None).values["trainer"]
+            epoch = QUESTIONS[self.dataset] // (trainer["batch_size"] * trainer["accumulate"])
+            values += [f"trainer.steps={EPOCHS * epoch}", f"trainer.warmup_steps={min(trainer['warmup_steps'], epoch)}"]
+            values += [f"trainer.{name}={epoch}" for name in ("validate_every", "save_every")]
         if self.starts_from is not None:
             values.append(f"base_lm.name={self.starts_from.path}")
         return tuple(values)
+
+    def cost(self, *changes: str) -> Cost:
+        """Bytes and hours of its training on one large GPU; `changes` are further values as `--set` takes them."""
+        whole, steps = _cost(self.task, self.recipe, changes)
+        values = dict(value.split("=", 1) for value in self.overrides(Path("data")))
+        return Cost(whole.bytes, whole.hours * int(values.get("trainer.steps", steps)) / steps)
 
     def command(self, data: Path) -> str:
         """The command line that trains it on the data set in a folder."""
@@ -97,15 +114,26 @@ class TrainedModel:
         return shlex.join(words)
 
 
+@cache
+def _cost(task: str, recipe: str, changes: tuple[str, ...]) -> tuple[Cost, int]:
+    """The cost of a recipe on its own data set, and its steps."""
+    values = ["data.path=data", *changes]
+    if task == "tune_qa":
+        tuning = load_recipe(TuneConfig, recipe, values)
+        return tuning_cost(tuning), tuning.trainer.steps
+    training = load_recipe(TrainConfig, recipe, values)
+    return training_cost(training), training.trainer.steps
+
+
 def tuned_lm(name: str, dataset: str) -> TrainedModel | None:
     """The LM that variants of a preset are trained around; None if no recipe tunes it on the data set."""
     return TrainedModel(name, "tune_qa", False, dataset) if name in PAPER and dataset in TUNING_SPLITS else None
 
 
-def trained_on(path: str, dataset: str) -> str:
-    """The path of the same model, trained on another data set."""
+def trained_on(path: str, dataset: str, name: str | None = None) -> str:
+    """The path of the same model, trained on another data set, and around the LM of another preset if one is named."""
     model = TrainedModel.of(path)
-    return TrainedModel(model.preset, model.task, model.joint, dataset).path
+    return replace(model, dataset=dataset, preset=name or model.preset).path
 
 
 def models_to_train(paths: Iterable[str]) -> list[TrainedModel]:
@@ -134,6 +162,7 @@ class Plan:
         tiny_arguments, paper_arguments: further arguments on newswire, and at the paper's scale.
         own_model: True if the model that it evaluates at the paper's scale is trained on the step's data set.
         trained_on: the data set of the option --trained-on at the paper's scale; empty without such an option.
+        models: presets of the paper's scale, each for a step of its own; empty for the one of `eval.harness.scales`.
     """
 
     experiment: str
@@ -144,6 +173,7 @@ class Plan:
     paper_arguments: tuple[str, ...] = ()
     own_model: bool = False
     trained_on: str = ""
+    models: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -174,35 +204,45 @@ class Step:
         return output / f"{self.name}.json"
 
 
-def _retrieval(dataset: str, *, newswire: bool = False) -> Plan:
-    """Table 2 on one data set. On newswire all three commands do the same, so only one runs there."""
+_PUBLISHED = ("--protocol", "published")
+
+
+def _retrieval(dataset: str, *, newswire: bool = False, paper: bool = True) -> Plan:
+    """Table 2 on one data set; the paper has ArchivalQA alone. On newswire all three commands do the same."""
     return Plan(
         dataset,
-        (dataset,),
+        (dataset,) if paper else (),
         newswire=newswire,
         scaled=False,
         tiny_arguments=("--retriever", "bm25", "--k", "1,3,5", "--documents", "512", "--questions", "256"),
-        paper_arguments=("--retriever", "bm25,contriever,dpr", "--k", "1,3,5"),
+        paper_arguments=("--retriever", "bm25,contriever,dpr", "--k", "1,3,5", "--documents", "1665", *_PUBLISHED),
         own_model=True,
     )
 
 
 PLANS = (
-    Plan("main_table", DATASETS, tiny_arguments=("--questions", "500"), own_model=True),
+    Plan(
+        "main_table",
+        DATASETS,
+        tiny_arguments=("--questions", "500"),
+        paper_arguments=_PUBLISHED,
+        own_model=True,
+        models=tuple(PAPER),
+    ),
     _retrieval("archivalqa", newswire=True),
-    _retrieval("squad"),
-    _retrieval("streamingqa"),
+    _retrieval("squad", paper=False),
+    _retrieval("streamingqa", paper=False),
     Plan("adaptation_cost", ("streamingqa",)),
     Plan("retention", ("streamingqa",)),
     Plan("dropout_memory", ("streamingqa",)),
     Plan("hierarchical", ("archivalqa",), own_model=True),
     Plan("cross_attention", ("streamingqa",)),
     Plan("reduction", ("streamingqa",)),
-    Plan("peft", ("streamingqa",)),
-    Plan("ood", ("squad", "archivalqa"), trained_on="streamingqa"),
+    Plan("peft", ("streamingqa",), paper_arguments=_PUBLISHED),
+    Plan("ood", ("squad", "archivalqa"), trained_on="streamingqa", paper_arguments=_PUBLISHED),
     Plan("perplexity", ("streamingqa",)),
-    Plan("amortization", ("streamingqa",)),
-    Plan("quantization", DATASETS),
+    Plan("amortization", ("streamingqa",), paper_arguments=_PUBLISHED),
+    Plan("quantization", DATASETS, paper_arguments=_PUBLISHED),
     Plan("bank_size", (), scaled=False, tiny_arguments=("--sizes", "32,256,1665", "--questions", "512")),
     Plan("conflict", ("archivalqa",), own_model=True),
 )
@@ -225,32 +265,45 @@ def steps(scale: Scale, data: Path | None, seed: int) -> list[Step]:
     folders = {name: data / name for name in DATASETS if data is not None and (data / name).is_dir()}
     if data is not None and not folders:
         raise ConfigError(f"--data {data} has none of the folders {', '.join(DATASETS)}")
-    return [_on_data(plan, dataset, folders, seed) for plan in PLANS for dataset in plan.paper]
+    return [
+        _on_data(plan, dataset, folders, seed, name)
+        for plan in PLANS
+        for name in plan.models or (None,)
+        for dataset in plan.paper
+    ]
 
 
 def _common(plan: Plan, scale: Scale, seed: int) -> tuple[str, ...]:
     return (*(("--scale", scale) if plan.scaled else ()), "--seed", str(seed))
 
 
-def _on_data(plan: Plan, dataset: str, folders: Mapping[str, Path], seed: int) -> Step:
-    """The step of an experiment on one data set, at the paper's scale."""
-    name = plan.experiment if plan.experiment == dataset else f"{plan.experiment}-{dataset}"
+def _on_data(plan: Plan, dataset: str, folders: Mapping[str, Path], seed: int, model: str | None) -> Step:
+    """The step of an experiment on one data set, around the LM of a preset if one is named, at the paper's scale."""
+    name = "-".join(dict.fromkeys(part for part in (plan.experiment, model, dataset) if part))
     arguments = [*_common(plan, "paper", seed)]
     needed = {"--data": dataset, **({"--trained-on": plan.trained_on} if plan.trained_on else {})}
     for option, each in needed.items():
         arguments += [option, str(folders.get(each, f"DATA/{each}"))]
     if plan.own_model:
-        arguments += _own_model(plan, dataset)
+        arguments += _own_model(plan, dataset, model)
+    if model is not None and PAPER[model].base_lm.name not in _PROXIED:
+        arguments += _LARGE
     lacking = [each for each in needed.values() if each not in folders]
     missing = f"no folder {' and no folder '.join(lacking)} in --data" if lacking else ""
     return Step(name, plan.experiment, (*arguments, *plan.paper_arguments), missing)
 
 
-def _own_model(plan: Plan, dataset: str) -> tuple[str, ...]:
+# LMs with the tokenizer of CaMeLS's proxy. Adam on all weights of another, LLaMA-2-7B, takes 112 GiB, and the paper has
+# no CaMeLS of it, which needs more.
+_PROXIED = {PAPER[name].base_lm.name for name in ("distilgpt2", "gpt2-large", "gpt2-xl")}
+_LARGE = ("--methods", "zero-shot,few-shot,retriever,uniform,salient-spans,ccm,mac", "--lora-rank", "16")
+
+
+def _own_model(plan: Plan, dataset: str, name: str | None) -> tuple[str, ...]:
     """Arguments that name the model that is trained on a data set, and the LM of its baselines."""
     setup = SCALES["paper"].get(plan.experiment, Setup(LARGEST, 0))
-    lm = () if setup.lm is None else ("--lm", trained_on(setup.lm, dataset))
-    return ("--model", trained_on(setup.model, dataset), *lm)
+    lm = () if setup.lm is None else ("--lm", trained_on(setup.lm, dataset, name))
+    return ("--model", trained_on(setup.model, dataset, name), *lm)
 
 
 def models_needed(step: Step) -> list[str]:
@@ -260,10 +313,10 @@ def models_needed(step: Step) -> list[str]:
         ConfigError: for a preset that does not exist, or a model that no recipe trains.
     """
     setup = SCALES["paper"].get(step.experiment, Setup(LARGEST, 0))
-    name, lm = _argument(step, "--model") or setup.model, _argument(step, "--lm") or setup.lm
+    name, lm = argument(step, "--model") or setup.model, argument(step, "--lm") or setup.lm
     paths = []
     if name in PRESETS:
-        tuned = tuned_lm(name, Path(_argument(step, "--data") or "").name)
+        tuned = tuned_lm(name, Path(argument(step, "--data") or "").name)
         paths += [] if tuned is None else [tuned.path]
         if step.experiment == "perplexity":  # whose baselines start from the LM of a trained model
             paths.append(f"runs/{name}/train/best")
@@ -271,11 +324,19 @@ def models_needed(step: Step) -> list[str]:
         preset(TrainedModel.of(name).preset)
         paths.append(name)
     if step.experiment in _UPDATING:
-        paths += [_PROXY] if lm is None else [lm, _PROXY]
-    return paths
+        paths += [] if lm is None else [lm]
+    dataset = camels_of(step)
+    return paths if dataset is None else [*paths, trained_on(PROXY, dataset)]
 
 
-def _argument(step: Step, option: str) -> str | None:
+def camels_of(step: Step) -> str | None:
+    """The data set on which a step trains CaMeLS, once for all steps; None for a step without CaMeLS."""
+    if step.experiment not in _UPDATING or "camels" not in (argument(step, "--methods") or "camels"):
+        return None
+    return Path(argument(step, "--trained-on") or argument(step, "--data") or FIRST).name
+
+
+def argument(step: Step, option: str) -> str | None:
     """The value of an option among a step's arguments."""
     return step.arguments[step.arguments.index(option) + 1] if option in step.arguments else None
 

@@ -8,26 +8,24 @@ from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import cast
+
+from torch import Tensor
 
 from eval.harness.costs import Costs
 from eval.harness.kept_answers import KeptAnswer, KeptAnswers, Prompt
+from eval.harness.published import cut, scores, with_memory
 from eval.harness.results import BY_DATES, Adaptation, Gain, Row, Sample, Verdict
+from eval.harness.scales import Protocol
 from mac_rag.bank.known_documents import KnownDocuments
 from mac_rag.cli.terminal import say
 from mac_rag.data.dates import moment_of
-from mac_rag.data.metrics import (
-    best_over,
-    exact_match,
-    f1,
-    mrr_at_k,
-    ndcg_at_k,
-    prefix_match,
-    recall_at_k,
-    substring_match,
-)
+from mac_rag.data.metrics import best_over, mrr_at_k, ndcg_at_k, recall_at_k, substring_match
 from mac_rag.data.types import Document, QADataset, Question
 from mac_rag.engine import Answer, MACEngine
+from mac_rag.errors import ConfigError
 from mac_rag.lm.prompt import FittedPrompt
+from mac_rag.model import AmortizedModel
 from mac_rag.progress import progress_bar
 from mac_rag.retrieval import Hit, Retriever
 
@@ -54,6 +52,7 @@ def run_protocol(
     kept: KeptAnswers | None = None,
     batch_size: int = 32,
     seed: int = 0,
+    protocol: Protocol = "strict",
 ) -> Outcome:
     """Adapts an engine to a stream and asks its questions with and without memory and retrieved documents.
 
@@ -73,12 +72,19 @@ def run_protocol(
             for one such row with the engine's memory weight.
         kept: answers of this model and stream so far; new answers are added. None: answers are kept for this call only.
         seed: random seed of the bootstrap.
+        protocol: how documents are cut, answers decoded and scored (`eval.harness.published`).
 
     Raises:
+        ConfigError: for the published protocol and a model whose memory is not amortized.
         DocumentError: for a document or question that the model cannot take.
     """
-    adaptation = adapt(engine, dataset.documents)
-    table = _Table(engine, dataset, kept or KeptAnswers(), batch_size, seed)
+    documents: Sequence[Document] = dataset.documents
+    if protocol == "published":
+        if not isinstance(engine.model, AmortizedModel):
+            raise ConfigError("the published protocol is of amortized memories; take --protocol strict for this model")
+        documents = cut(engine.model, documents)
+    adaptation = adapt(engine, documents)
+    table = _Table(engine, dataset, kept or KeptAnswers(), batch_size, seed, protocol)
     dated = any(question.as_of is not None for question in dataset.questions)
     if dated and engine.model.knows_times:
         table.ask("LM alone", {"MAC": engine.memory_weight}, times_used=False)
@@ -111,12 +117,21 @@ class _Query:
 class _Table:
     """The rows so far, and the verdicts on the answers of each."""
 
-    def __init__(self, engine: MACEngine, dataset: QADataset, kept: KeptAnswers, batch_size: int, seed: int) -> None:
+    def __init__(
+        self,
+        engine: MACEngine,
+        dataset: QADataset,
+        kept: KeptAnswers,
+        batch_size: int,
+        seed: int,
+        protocol: Protocol = "strict",
+    ) -> None:
         self.engine = engine
         self.dataset = dataset
         self.kept = kept
         self.batch_size = batch_size
         self.seed = seed
+        self.protocol = protocol
         self.rows: list[Row] = []
         self.verdicts: dict[str, list[Verdict]] = {}
         self._fitted: dict[Prompt, FittedPrompt] = {}
@@ -204,7 +219,7 @@ class _Table:
             Answer(answer.text, query.prompt.contexts, query.document_ids, query.truncated)
             for answer, query in zip(generated, queries, strict=True)
         ]
-        self.verdicts[name] = judge(questions, answers)
+        self.verdicts[name] = judge(questions, answers, self.protocol)
         seconds = sum(answer.seconds for answer in generated)
         row = summarize(name, questions, self.verdicts[name], len(self.dataset.documents), k, seconds)
         costs = self._costs.measures([self._read(query.prompt, weight) for query in queries], weight)
@@ -231,6 +246,8 @@ class _Table:
 
     def _generate(self, prompts: Sequence[Prompt], weight: float | None) -> list[str]:
         """Generates the answers to the prompts with one memory weight, or without memory for None."""
+        if self.protocol == "published":
+            return self._searched(prompts, weight)
         texts = [""] * len(prompts)
         for moment, places in _by_moment([prompt.as_of if weight is not None else None for prompt in prompts]).items():
             answers = self.engine.answer(
@@ -242,6 +259,19 @@ class _Table:
             )
             for place, answer in zip(places, answers, strict=True):
                 texts[place] = answer.text
+        return texts
+
+    def _searched(self, prompts: Sequence[Prompt], weight: float | None) -> list[str]:
+        """Answers by the published decoding, with memory, or without for None."""
+        texts, model = [""] * len(prompts), cast(AmortizedModel, self.engine.model)
+        for moment, places in _by_moment([prompt.as_of if weight is not None else None for prompt in prompts]).items():
+            for first in range(0, len(places), self.batch_size):
+                some = [prompts[place] for place in places[first : first + self.batch_size]]
+                asked = [prompt.question for prompt in some]
+                phi = None if weight is None else cast(Tensor, self.engine.aggregate(asked, as_of=moment))
+                answers = with_memory(model, [self._read(prompt, weight) for prompt in some], phi)
+                for place, text in zip(places[first:], answers):
+                    texts[place] = text
         return texts
 
     def _read(self, prompt: Prompt, weight: float | None) -> FittedPrompt:
@@ -273,14 +303,12 @@ def adapt(engine: MACEngine, documents: Sequence[Document]) -> Adaptation:
     return Adaptation(documents=len(documents), rows=report.rows, chunked=chunked, seconds=seconds)
 
 
-def judge(questions: Sequence[Question], answers: Sequence[Answer]) -> list[Verdict]:
-    """Scores each answer against the accepted answer that fits it best."""
+def judge(questions: Sequence[Question], answers: Sequence[Answer], protocol: Protocol = "strict") -> list[Verdict]:
+    """Scores each answer by a protocol; ours takes the accepted answer that fits it best."""
     return [
         Verdict(
             prediction=answer.text,
-            em=best_over(exact_match, answer.text, question.answers),
-            f1=best_over(f1, answer.text, question.answers),
-            em_prefix=best_over(prefix_match, answer.text, question.answers),
+            **scores(protocol, answer.text, question),
             retrieved=answer.document_ids,
             truncated=answer.truncated,
         )

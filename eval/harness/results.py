@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Self
 from pydantic import ConfigDict, Field, ValidationError
 
 from eval.harness.bootstrap import Interval, paired_interval
-from eval.harness.scales import Scale, command_of
+from eval.harness.scales import Protocol, Scale, command_of
 from mac_rag.atomic_files import write_text
 from mac_rag.config import Config
 from mac_rag.errors import ConfigError, DataError
@@ -32,8 +32,9 @@ if TYPE_CHECKING:
 
     from mac_rag.data.types import Question
 
-SCHEMA_VERSION = 3
+SCHEMA_VERSION = 4
 _LARGEST = 1 << 30  # bytes of a result, and of its samples
+ARCHITECTURES = Path(__file__).parents[2] / "pipelines" / "architectures.json"
 PACKAGES = ("mac-rag", "torch", "transformers", "tokenizers", "safetensors", "numpy", "rank-bm25", "PyStemmer")
 # Measures of a dated row: its gain in F1 over the undated row, and the interval of the gain.
 BY_DATES = ("dates_f1", "dates_f1_low", "dates_f1_high")
@@ -172,13 +173,25 @@ class Data(Config):
 
 
 class Model(Config):
-    """The model that was evaluated; `MACModel.fingerprint` and `MACModel.answer_digest` identify it."""
+    """The model that was evaluated; `MACModel.fingerprint` and `MACModel.answer_digest` identify it.
+
+    Attributes:
+        lm: the published LM of the same architecture; a tuned LM has no other home than its folder. None for any other.
+    """
 
     name: str
+    lm: str | None = None
     fingerprint: str
     answer_digest: str
     device: str
     config: dict[str, Any]
+
+
+def published_lm(architecture: Any) -> str | None:
+    """The LM in `pipelines/architectures.json` with the sizes of a transformers configuration; None if none has."""
+    known = read_json(ARCHITECTURES, 1 << 20)
+    sizes = ({key: getattr(architecture, key, None) for key in known[name]} for name in known)
+    return next((name for name, ours in zip(known, sizes) if ours == known[name]), None)
 
 
 class Commit(Config):
@@ -212,6 +225,7 @@ class Result(Config):
         schema_version: version of this schema.
         experiment: name of the module: archivalqa, retention, peft, ...
         scale: scale of sizes and models; None if the experiment has only one.
+        protocol: what chose the documents, decoded and scored (`eval.harness.published`).
         created: time of the run, UTC, ISO 8601.
         command: the command line.
         config: every option of the command.
@@ -231,6 +245,7 @@ class Result(Config):
     schema_version: int = SCHEMA_VERSION
     experiment: str
     scale: Scale | None = None
+    protocol: Protocol = "strict"
     created: str
     command: str
     config: dict[str, Any]

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 Scale = Literal["tiny", "paper"]
+Protocol = Literal["strict", "published"]  # see `eval.harness.published`
 # Experiments that share a command, whose first argument names them.
 _SHARED = {
     "hierarchical": "aggregation", "reduction": "aggregation",

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from eval.harness.command import MODEL_HELP, NEWSWIRE_DOCUMENTS, generated
-from eval.harness.scales import Scale
+from eval.harness.scales import Protocol, Scale
 from mac_rag.cli.terminal import say
 
 if TYPE_CHECKING:
@@ -85,6 +85,7 @@ def open_stream(
     seed: int,
     scale: Scale,
     columns: Mapping[str, str] | None = None,
+    protocol: Protocol = "strict",
 ) -> tuple[QADataset, str]:
     """Opens the first documents of a stream with their questions; returns it with its folder, or "generated".
 
@@ -96,6 +97,7 @@ def open_stream(
         questions: at most this many of their questions, drawn by the seed; None for all.
         scale: the paper's scale needs `data`.
         columns: for data of the user's own, field -> column, if a column has another name than the field.
+        protocol: `published` takes documents of a stream that is shuffled by the seed.
 
     Raises:
         ConfigError: if `data` names no data set, or is None at the paper's scale.
@@ -107,13 +109,18 @@ def open_stream(
 
     if data is not None:
         name, path = named_data(data)
-        dataset, source = load_dataset(name, split, path, documents=documents, columns=columns), str(path)
+        count = documents if protocol == "strict" else None
+        dataset, source = load_dataset(name, split, path, documents=count, columns=columns), str(path)
         for note in dataset.notes:
             say(note, err=True)
     elif scale == "paper":
         raise ConfigError("--scale paper runs on the paper's data sets; give one with --data")
     else:
         dataset, source = generated(split, documents or NEWSWIRE_DOCUMENTS, seed), "generated"
+    if protocol == "published":
+        from eval.harness.published import shuffled_choice
+
+        dataset = shuffled_choice(dataset, documents, seed)
     return some_questions(dataset, questions, seed), source
 
 

@@ -21,10 +21,11 @@ from filelock import FileLock
 
 from eval.harness.command import report
 from eval.harness.paper_plan import tuned_lm
-from eval.harness.protocol import judge, samples, summarize
-from eval.harness.results import Row, Verdict
-from eval.harness.scales import Scale, Setup
+from eval.harness.protocol import samples
+from eval.harness.results import Row, Verdict, published_lm
+from eval.harness.scales import Protocol, Scale, Setup
 from eval.harness.streams import named_data, open_stream, write_once
+from eval.harness.systems import MACSystem, ask
 from mac_rag.atomic_files import write_folder
 from mac_rag.cli.terminal import say
 from mac_rag.config import MACConfig
@@ -216,6 +217,7 @@ def run_variants(
     notes: Sequence[str] = (),
     not_run: Mapping[str, str] | None = None,
     further: Sequence[Row] = (),
+    protocol: Protocol = "strict",
 ) -> None:
     """Trains variants, asks all of them the same questions from memory alone, and writes the result.
 
@@ -224,20 +226,22 @@ def run_variants(
         setup: number of documents and questions of the test stream.
         options, notes, not_run: see `eval.harness.command.report`.
         further: rows that need no training.
+        protocol: how answers are decoded and scored.
     """
     if training.data is None:
         dataset, source = stories("test", setup.documents, training.seed), "generated"
     else:
+        size = setup.documents, setup.questions
         dataset, source = open_stream(
-            training.data, "test", setup.documents, setup.questions, seed=training.seed, scale=training.scale
+            training.data, "test", *size, seed=training.seed, scale=training.scale, protocol=protocol
         )
     rows: list[Row] = []
     verdicts: dict[str, list[Verdict]] = {}
     for variant in variants:
         say(variant.name, err=True)
         model = trained(variant.recipe, training.runs)
-        row, verdicts[variant.name] = evaluate(variant.name, model, dataset, batch_size)
-        lm = training.model if variant.recipe.model is None else Path(variant.recipe.model.base_lm.name).name
+        row, verdicts[variant.name] = evaluate(variant.name, model, dataset, batch_size, protocol)
+        lm = (published_lm(model.base_lm.model.config) or training.model).rsplit("/", 1)[-1]
         settings = {"method": variant.name, "dataset": dataset.name, "model": lm, **variant.settings}
         measures = {**row.measures, **variant.measures}
         rows.append(row.model_copy(update={"settings": settings, "measures": measures}))
@@ -255,19 +259,18 @@ def run_variants(
     )
 
 
-def evaluate(name: str, model: AmortizedModel, dataset: QADataset, batch_size: int) -> tuple[Row, list[Verdict]]:
+def evaluate(
+    name: str, model: AmortizedModel, dataset: QADataset, batch_size: int, protocol: Protocol = "strict"
+) -> tuple[Row, list[Verdict]]:
     """Adapts a model to a stream and asks its questions from memory alone; the row has the measure `answer_loss`, see
     there.
     """
-    engine = MACEngine(model)
-    engine.adapt(dataset.documents, progress=True)
-    questions = [question.question for question in dataset.questions]
+    system = MACSystem(model, batch_size=batch_size, protocol=protocol)
+    system.adapt(dataset.documents)
+    row, verdicts = ask(name, system, dataset.questions, len(dataset.documents), protocol)
     with torch.no_grad():
-        answers = engine.answer(questions, batch_size=batch_size, progress=True)
-        loss = answer_loss(model, engine, dataset, batch_size)
-    verdicts = judge(dataset.questions, answers)
-    row = summarize(name, dataset.questions, verdicts, len(dataset.documents), None, 0.0)
-    return row.model_copy(update={"seconds": None, "measures": {"answer_loss": loss}}), verdicts
+        loss = answer_loss(model, system.engine, dataset, batch_size)
+    return row.model_copy(update={"seconds": None, "settings": {}, "measures": {"answer_loss": loss}}), verdicts
 
 
 def answer_loss(model: AmortizedModel, engine: MACEngine, dataset: QADataset, batch_size: int) -> float:

@@ -58,7 +58,7 @@ class ResultFile:
 
 @dataclass(frozen=True)
 class Collection:
-    """The newest result of each experiment, scale, model and data set; refused files, and outcomes of steps."""
+    """The newest result of each experiment, scale, protocol, model and data set; refused files; outcomes of steps."""
 
     files: tuple[ResultFile, ...]
     refused: dict[Path, str]
@@ -101,4 +101,4 @@ def _kind(result: Result) -> tuple[str | None, ...]:
     data = result.data
     model = result.model.name if result.model else None
     where = (_name(data), data.split) if data else (str(result.config.get("data")),)
-    return (result.experiment, result.scale, model, *where)
+    return (result.experiment, result.scale, result.protocol, model, *where)

@@ -108,7 +108,8 @@ def _against(file: ResultFile, best: Row, rival: Row, value: str) -> str:
 
 def _where(file: ResultFile) -> str:
     scale = f", {file.result.scale} scale" if file.result.scale else ""
-    return f"{file.where}{scale}"
+    protocol = "" if file.result.protocol == "strict" else f", {file.result.protocol} protocol"
+    return f"{file.where}{scale}{protocol}"
 
 
 def retained(file: ResultFile) -> Check:

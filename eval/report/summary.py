@@ -93,6 +93,7 @@ def about(file: ResultFile) -> str:
         parts.append(f"{data.name}{generated}, {data.documents:,} documents, {data.questions:,} questions")
     if scale:
         parts.append(f"{scale} scale")
+    parts.append(f"{file.result.protocol} protocol")
     if file.result.model is not None:
         parts.append(file.result.model.name)
     return " · ".join(parts)

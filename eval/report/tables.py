@@ -129,7 +129,9 @@ def _ours(result: Result, row: Row, key: str) -> Any:
     if key == "dataset":
         return result.data.name if result.data else None
     if key == "model":
-        return str(result.model.config["base_lm"]["name"]).rsplit("/", 1)[-1] if result.model else None
+        if result.model is None:
+            return None
+        return (result.model.lm or str(result.model.config["base_lm"]["name"])).rsplit("/", 1)[-1]
     if key == "method":
         return row.name
     return getattr(row, key, None)

@@ -13,6 +13,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
+from mac_rag.data.streamingqa import PARTS, read_released
 from mac_rag.data.table import read_table, split_file, write_table
 from mac_rag.data.types import Document, QADataset, Question, shortest_first
 from mac_rag.errors import DataError
@@ -34,6 +35,8 @@ _METADATA = {"title", "date", "updates"}
 def read_archivalqa(path: str | Path, split: str) -> QADataset:
     """Reads one split. Its rows are the stream; `ans_paragraph` is a document and `para_id` its id.
 
+    Rows whose paragraph is empty, as some of the published pairing are, are left out, and a note counts them.
+
     Args:
         path: folder with `<split>.csv`, or the file.
         split: one of `SPLITS`.
@@ -44,7 +47,11 @@ def read_archivalqa(path: str | Path, split: str) -> QADataset:
     """
     documents: dict[str, Document] = {}
     questions: dict[str, Question] = {}
+    empty = 0
     for row in read_table(split_file(path, split), _READ):
+        if not row.values["ans_paragraph"].strip():
+            empty += 1
+            continue
         metadata = {"title": row.values["title"], "date": row.filled("date")}
         if not _is_date(metadata["date"]):
             raise row.fault("date", f"{metadata['date']!r} is not a date such as 2004-01-31")
@@ -60,7 +67,8 @@ def read_archivalqa(path: str | Path, split: str) -> QADataset:
             raise row.fault("id", f"{question_id!r} is the id of another question in an earlier row")
         question, answer = row.filled("question").strip(), row.filled("answer").strip()
         questions[question_id] = Question(question_id, question, (answer,), document.id)
-    return QADataset("archivalqa", split, tuple(documents.values()), tuple(questions.values()))
+    notes = (f"{empty:,} questions are left out, because their paragraph is empty",) if empty else ()
+    return QADataset("archivalqa", split, tuple(documents.values()), tuple(questions.values()), notes)
 
 
 def write_archivalqa(dataset: QADataset, path: str | Path) -> None:
@@ -159,12 +167,15 @@ def read_streamingqa(path: str | Path, split: str) -> QADataset:
     the accepted answers, separated by backslashes.
 
     Args:
-        path: folder with `<split>.csv`, or the file.
+        path: folder with `<split>.csv`, or the file; or a folder of the files as released, see
+            `mac_rag.data.streamingqa`.
         split: one of `STREAMINGQA_SPLITS`.
 
     Raises:
         DataError: for a missing file or column, or a malformed row, named with its number and column.
     """
+    if (Path(path) / PARTS[split].file).exists() and not split_file(path, split).exists():
+        return read_released(Path(path), split)
     documents: dict[str, Document] = {}
     questions: list[Question] = []
     for row in read_table(split_file(path, split), ("text", "question", "answers")):

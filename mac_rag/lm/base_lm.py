@@ -279,6 +279,25 @@ class BaseLM(nn.Module):
         texts = self._decoded(torch.stack(generated, 1))
         return [sampling.until_stop(text)[0].strip() for text in texts]
 
+    @torch.no_grad()
+    def steps(
+        self, prompts: Sequence[Sequence[int]], modulation: Modulation | None
+    ) -> Generator[Tensor, tuple[Tensor, Tensor], None]:
+        """The steps of a search of one's own: yields logits `[N, vocabulary]` of the next token, first of B prompts.
+
+        To continue, send the rows that the next ones follow, `[N]`, which may repeat, and the next tokens `[N]`.
+        """
+        ids, mask, positions, segment_ids = self._padded(prompts, modulation)
+        cache, segments = self._cache(modulation), self.architecture.segment_arguments(segment_ids)
+        while True:
+            output = self._read(ids, mask, positions, cache, modulation, segments)
+            cache = growing(output.past_key_values)
+            rows, tokens = yield output.logits[:, -1]
+            cache.reorder_cache(rows)
+            modulation = modulation and modulation.after_cache(rows)
+            mask, positions, ids = mask[rows], positions[rows, -1:] + 1, tokens[:, None]
+            mask, segments = torch.cat([mask, torch.ones_like(ids)], 1), {}
+
     def ends(self, tokens: Tensor) -> Tensor:
         """True for each token that ends an answer."""
         return torch.isin(tokens, torch.tensor(self.end_tokens, device=tokens.device))

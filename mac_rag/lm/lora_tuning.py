@@ -11,7 +11,7 @@ from mac_rag.errors import ConfigError
 from mac_rag.nn.dtypes import use_master_weights
 
 
-def make_trainable(lm: Any, lora_rank: int | None) -> None:
+def make_trainable(lm: Any, lora_rank: int | None, *, merging: bool = True) -> None:
     """Makes all weights trainable, or freezes them and adds trainable low-rank updates in place.
 
     Trained weights become fp32, even in an LM of half precision (see `mac_rag.nn.dtypes.use_master_weights`).
@@ -19,11 +19,12 @@ def make_trainable(lm: Any, lora_rank: int | None) -> None:
     Args:
         lm: a transformers causal LM; it keeps its class and the names of its modules.
         lora_rank: rank of the updates; None trains all weights.
+        merging: False for updates that are never merged, which a quantised LM can have too (QLoRA).
 
     Raises:
-        ConfigError: for a quantised LM, whose weights cannot be trained or merged; if PEFT is missing.
+        ConfigError: for a quantised LM, whose weights cannot be trained, or merged; if PEFT is missing.
     """
-    if getattr(lm, "is_quantized", False):
+    if getattr(lm, "is_quantized", False) and (merging or lora_rank is None):
         raise ConfigError("a quantised base LM stays frozen; set base_lm.quantization: none to train it")
     lm.requires_grad_(lora_rank is None)
     if lora_rank is None:

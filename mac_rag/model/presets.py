@@ -38,6 +38,7 @@ def _paper(
         input_encoder=EncoderConfig(name=input_encoder, dtype=dtype, quantization=quantization),
         tokens=tokens,
         modulation=ModulationConfig(bottleneck=bottleneck),
+        prompt=PromptFormat(question="{question}"),  # as published
     )
 
 

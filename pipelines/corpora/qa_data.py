@@ -165,14 +165,15 @@ class ContextConfig(Config):
             `minilm`, `hybrid`, `contriever`, `dpr`, `sentence-transformers:MODEL`, `module:attr`.
         k: numbers of documents; one of them is drawn for each question.
         rate: share of the questions that get documents.
-        gold_rate: share of these questions whose own document is among the k. The others get no document in which an
-            accepted answer occurs.
+        gold_rate: share of these questions whose own document is among the k, shuffled, so that rank never tells the LM
+            where the answer is. The others get no document in which an accepted answer occurs. None: the k documents as
+            they are retrieved, the best first, as in the paper.
     """
 
     retriever: str = "none"
     k: tuple[int, ...] = (5,)
     rate: float = Field(1.0, ge=0, le=1)
-    gold_rate: float = Field(1.0, ge=0, le=1)
+    gold_rate: float | None = Field(1.0, ge=0, le=1)
 
     @field_validator("retriever")
     @classmethod
@@ -289,8 +290,6 @@ def _read(file: Path, shape: tuple[int, int]) -> Rows | None:
 class ContextMiner:
     """Draws retrieved documents for training questions. They are retrieved once, at the start, for all questions.
 
-    Their order is shuffled, so that rank never tells the LM where the answer is.
-
     Raises:
         ConfigError: if there are not more documents than `k`; and as `Retrieved`.
     """
@@ -309,6 +308,9 @@ class ContextMiner:
         sizes = [rng.choice(self._config.k) if rng.random() < self._config.rate else 0 for _ in questions]
         mined = []
         for question, k in zip(questions, sizes, strict=True):
+            if self._config.gold_rate is None:
+                mined.append(self._retrieved[question.question][:k])
+                continue
             gold = rng.random() < self._config.gold_rate
             best = self._retrieved[question.question] if k else []
             others = [document for document in best if document.id != question.document_id]

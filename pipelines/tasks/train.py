@@ -175,6 +175,7 @@ class TrainTask(Task):
             self.model,
             *batch,
             backprop_dropout=config.backprop_dropout,
+            context_set=config.context_set,
             negatives=MemoryTokens.split(held, self.model.config.lexical_vectors) if config.negatives else None,
             distractors=config.distractors,
         )

@@ -47,7 +47,7 @@ class ReadingTurns(Config):
 
 
 class TrainConfig(Config):
-    """A recipe of `pipelines.train`. `trainer.batch_size` counts documents, K in the paper.
+    """A recipe of `pipelines.train`. `trainer.batch_size` counts documents, K in the paper without `context_set`.
 
     Attributes:
         model: the networks; beside a preset, the values that differ from the preset's. Give a model, a preset, or
@@ -63,6 +63,8 @@ class TrainConfig(Config):
             then has to find its document among others on the same subject, as in a bank.
         questions_per_document: questions drawn for each document of a batch.
         backprop_dropout: p, share of the documents that are amortized without gradients.
+        context_set: K, the number of documents to which a question attends. A batch then holds several sets, which
+            share its passes through the networks; None for all documents of the batch.
         losses: weight of each term; the paper has `answer` alone.
         negatives: number of documents of earlier batches that are negatives of the contrastive loss.
         distractors: number of negatives that each question adds to the documents which all questions attend to: those
@@ -89,6 +91,7 @@ class TrainConfig(Config):
     group_by_title: int = Field(1, ge=1)
     questions_per_document: int = Field(1, ge=1)
     backprop_dropout: float = Field(0.0, ge=0, lt=1)
+    context_set: int | None = Field(None, ge=1)
     losses: LossWeights = LossWeights()
     negatives: int = Field(0, ge=0)
     distractors: int = Field(0, ge=0)
@@ -138,6 +141,16 @@ class TrainConfig(Config):
         if self.distractors > self.negatives:
             raise ValueError(
                 f"distractors ({self.distractors}) are chosen among negatives ({self.negatives}); raise these"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _whole_sets(self) -> Self:
+        documents = self.trainer.batch_size
+        if self.context_set is not None and (documents % self.context_set or self.negatives):
+            raise ValueError(
+                f"context_set is {self.context_set}, but a batch of {documents} documents is no multiple of it, or "
+                f"negatives ({self.negatives}) belong to no set; change one of them"
             )
         return self
 

@@ -18,7 +18,7 @@ from mac_rag.data.types import Document, QADataset, Question
 from mac_rag.errors import ConfigError
 from mac_rag.lm.architectures import architecture_of
 from mac_rag.lm.base_lm import BaseLM
-from mac_rag.lm.batching import length_buckets, pad_rows
+from mac_rag.lm.batching import length_buckets, pad_rows, similar_lengths
 from mac_rag.lm.chat import prompt_encoder
 from mac_rag.lm.loading import load_causal_lm, quiet
 from mac_rag.lm.lora_tuning import make_trainable, merged
@@ -32,6 +32,7 @@ from pipelines.tasks.pointer import init_pointer_head, last_attention, places_of
 from pipelines.trainer import Task, TrainerConfig, shuffled
 
 _COUNTED, _READ = 2048, 32  # training questions whose answers are counted, and whose prompts are read
+_LENGTH_RATIO = 2.0  # largest ratio of the longest to the shortest sequence of a batch
 LORA_RANK = 16  # of low-rank updates of an LM, as in LoRA's experiments on wide LMs (Hu et al., 2022)
 # Largest share of document tokens that a question does not attend to, where the documents are question-blind; drawn
 # uniformly for each question. A memory holds fewer vectors than a text has tokens.
@@ -201,11 +202,14 @@ class TuneTask(Task):
     def forward(self, batch: list[TrainingSequence]) -> dict[str, Tensor]:
         if self._segmented:
             return self._segmented_losses(batch)
-        device = self.lm.device
-        ids, mask = pad_rows([sequence.ids for sequence in batch], self.encoder.tokenizer.pad_token_id, device)
-        labels, _ = pad_rows([sequence.labels for sequence in batch], -100, device)
-        logits = self.lm(input_ids=ids, attention_mask=mask).logits[:, :-1].flatten(0, 1)
-        return {"loss": functional.cross_entropy(logits.float(), labels[:, 1:].flatten(), ignore_index=-100)}
+        device, pad = self.lm.device, self.encoder.tokenizer.pad_token_id
+        loss = torch.zeros((), device=device)
+        for group in similar_lengths([len(sequence.ids) for sequence in batch], _LENGTH_RATIO):
+            ids, mask = pad_rows([batch[i].ids for i in group], pad, device)
+            labels, _ = pad_rows([batch[i].labels for i in group], -100, device)
+            logits = self.lm(input_ids=ids, attention_mask=mask).logits[:, :-1].flatten(0, 1).float()
+            loss = loss + functional.cross_entropy(logits, labels[:, 1:].flatten(), ignore_index=-100, reduction="sum")
+        return {"loss": loss / sum(label != -100 for sequence in batch for label in sequence.labels[1:])}
 
     @cached_property
     def _base_lm(self) -> BaseLM:

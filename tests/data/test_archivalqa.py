@@ -62,6 +62,14 @@ def test_the_public_ids_of_questions_are_kept(tmp_path: Path) -> None:
     assert [question.id for question in dataset.questions] == ["val_45", "val-2"]
 
 
+def test_rows_with_an_empty_paragraph_are_left_out_and_counted(tmp_path: Path) -> None:
+    file = write(tmp_path / "test.csv", {}, {"para_id": "1_1", "ans_paragraph": " "}, {"para_id": "1_2"})
+    dataset = read_archivalqa(file, "test")
+    assert [document.id for document in dataset.documents] == ["1043631_15", "1_2"]
+    assert len(dataset.questions) == 2
+    assert dataset.notes == ("1 questions are left out, because their paragraph is empty",)
+
+
 @pytest.mark.parametrize("column", ["question", "answer", "para_id", "title", "date", "ans_paragraph"])
 def test_a_missing_column_is_named(tmp_path: Path, column: str) -> None:
     file = write(tmp_path / "test.csv", {}, without=column)
@@ -74,7 +82,7 @@ def test_a_missing_column_is_named(tmp_path: Path, column: str) -> None:
     [
         *(
             ([{}, {column: " "}], rf"row 2 \(line 4\), column '{column}': the cell is empty")
-            for column in ("question", "answer", "para_id", "date", "ans_paragraph")
+            for column in ("question", "answer", "para_id", "date")
         ),
         *(
             ([{"date": date}], rf"row 1 .*, column 'date': '{date}' is not a date")

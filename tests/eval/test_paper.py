@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from eval.harness import paper_plan as plan
 from eval.harness.paper_plan import (
     DATASETS,
     PLANS,
+    QUESTIONS,
     TUNING_SPLITS,
     Step,
     StepRecord,
@@ -127,6 +129,13 @@ class TestCommand:
         assert f"{len(planned)} steps: {waiting} wait for data; " in shown
         assert shown.count("data that you bring") == waiting
         assert "python -m pipelines.tune_qa --config gpt2-xl/tune_qa --output runs/gpt2-xl/tune_qa " in shown
+        [hours, days] = re.findall(r"In all, on one H100 or H200: [\d.]+ GiB, ([\d.]+) h, ([\d.]+) days", shown)[0]
+        assert float(days) == pytest.approx(float(hours) / 24, abs=0.05)
+        parts = re.findall(r"^ +(?:[\d.]+ GiB, )([\d.]+) h", shown, re.MULTILINE)
+        camels = re.findall(r"; CaMeLS's training among it [\d.]+ GiB, ([\d.]+) h", shown)
+        assert len(parts) == len(planned) + shown.count("python -m pipelines.")
+        assert len(camels) == len(DATASETS)
+        assert sum(map(float, [*parts, *camels])) == pytest.approx(float(hours), abs=0.05 * (len(parts) + 4))
         assert not (tmp_path / "results").exists()
 
     def test_a_dry_run_of_the_tiny_scale(self, command: Command) -> None:
@@ -175,7 +184,12 @@ def test_the_papers_scale_runs_on_its_data_sets_only(tmp_path: Path) -> None:
     planned = steps("paper", folders(tmp_path, *DATASETS), 0)
     assert not any(step.missing for step in planned)
     assert all("--data" in step.arguments for step in planned)
-    assert {f"main_table-{name}" for name in DATASETS} <= {step.name for step in planned}
+    table = {f"main_table-{model}-{name}" for model in PAPER for name in DATASETS}
+    assert table == {step.name for step in planned if step.experiment == "main_table"}
+    assert {step.name for step in planned if step.experiment in DATASETS} == {"archivalqa"}  # as in table 2
+    for step in planned:
+        tables = step.experiment in {"main_table", "archivalqa", "ood", "peft", "amortization", "quantization"}
+        assert ("published" in step.arguments) == tables
 
 
 @pytest.mark.parametrize("scale", SCALES)
@@ -231,9 +245,10 @@ def paper_step(name: str) -> Step:
     ("name", "needed"),
     [
         (
-            "main_table-squad",
-            {"runs/gpt2-xl/train-squad/best", "runs/gpt2-xl/tune_qa-squad/best", "runs/distilgpt2/tune_qa/best"},
+            "main_table-gpt2-xl-squad",
+            {"runs/gpt2-xl/train-squad/best", "runs/gpt2-xl/tune_qa-squad/best", "runs/distilgpt2/tune_qa-squad/best"},
         ),
+        ("main_table-llama2-7b-squad", {"runs/llama2-7b/train-squad/best", "runs/llama2-7b/tune_qa-squad/best"}),
         ("quantization-squad", {"runs/llama2-7b/tune_qa-squad/best"}),
         ("hierarchical-archivalqa", {"runs/gpt2-xl/train-archivalqa/best"}),
     ],
@@ -267,7 +282,12 @@ def test_every_recipe_takes_the_values_of_every_data_set(name: str, dataset: str
         assert isinstance(recipe, TrainConfig | TuneConfig)
         assert (recipe.data.name, recipe.data.path) == (dataset, f"data/{dataset}")
         assert {recipe.data.train, recipe.data.val} <= set(SPLITS[dataset])
+        if isinstance(recipe, TrainConfig):  # 50 passes over the questions
+            documents = recipe.trainer.batch_size * recipe.trainer.accumulate * recipe.trainer.steps
+            assert documents == pytest.approx(50 * QUESTIONS[dataset], rel=0.01)
         if model.joint:
+            assert recipe.context.gold_rate is None
+            assert recipe.trainer.gradient_checkpointing
             assert (recipe.context.retriever, recipe.context.k) == ("bm25", (1, 3, 5))
         else:
             assert recipe.context.retriever == "none"

@@ -230,10 +230,18 @@ def test_perplexity_equals_a_plain_loop(tiny_model: MACModel, memory: bool) -> N
     assert perplexity(tiny_model, NEWS.documents, bank, 4) == pytest.approx(math.exp(total / tokens), rel=1e-4)
 
 
+def test_a_long_article_ends_at_a_word_within_the_limit(tiny_model: MACModel) -> None:
+    tokenizer = tiny_model.base_lm.tokenizer
+    article = Document("long", " ".join(f"storm{i}" for i in range(900)))
+    [made] = continuations(QADataset("set", "train", (article,), ()), tokenizer, 50).documents
+    assert article.text.startswith(f"{made.text} ")
+    assert 30 < len(tokenizer(made.text, add_special_tokens=False).input_ids) <= 50
+
+
 @given(st.lists(st.text("ab ", min_size=1).filter(str.strip), min_size=1, max_size=5))
-def test_continuations_keep_every_word(texts: list[str]) -> None:
+def test_continuations_keep_every_word(tiny_model: MACModel, texts: list[str]) -> None:
     documents = tuple(Document(str(i), text) for i, text in enumerate(texts))
-    made = continuations(QADataset("set", "train", documents, ()))
+    made = continuations(QADataset("set", "train", documents, ()), tiny_model.base_lm.tokenizer, 10_000)
     assert [document.text for document in made.documents] == [text for text in texts if len(text.split()) > 1]
     for document, question in zip(made.documents, made.questions, strict=True):
         assert f"{question.question} {question.answers[0]}".split() == document.text.split()
@@ -247,10 +255,10 @@ def test_each_system_has_a_perplexity(evaluate: Evaluate, monkeypatch: pytest.Mo
         assert min(row.measures[f"perplexity_{which}"] for which in ("adapted", "unseen")) > 1
 
 
-def test_the_papers_recipe_loads(tmp_path: Path) -> None:
+def test_the_papers_recipe_loads(tiny_model: MACModel, tmp_path: Path) -> None:
     for split in ("train", "val"):
         write_archivalqa(generate(split, 4), tmp_path / "archivalqa" / f"{split}.csv")
     training = Training("gpt2-large", str(tmp_path / "archivalqa"), tmp_path / "variants", 0, None, "paper")
-    recipe = language_recipe(training, 1_000_000)
+    recipe = language_recipe(training, 1_000_000, tiny_model.base_lm.tokenizer, 384)
     assert recipe.model.prompt.question == "{question}"
     assert len(recipe.data.training_set().documents) == 4

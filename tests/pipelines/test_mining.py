@@ -174,3 +174,12 @@ def test_the_share_of_questions_with_documents(rate: float) -> None:
 def test_more_documents_than_there_are() -> None:
     with pytest.raises(ConfigError, match=r"context\.k is 60, but there are only 60"):
         ContextMiner(ContextConfig(retriever="bm25", k=(60,)), DATA)
+
+
+def test_documents_as_retrieved_come_best_first_with_or_without_the_right_one(cache: Path) -> None:
+    config = ContextConfig(retriever="bm25", k=(2,), gold_rate=None)
+    mined = ContextMiner(config, DATA).mine(DATA.questions, random.Random(0))
+    assert [[document.id for document in documents] for documents in mined] == plain(2)
+    found = [q.document_id in {d.id for d in documents} for q, documents in zip(DATA.questions, mined, strict=True)]
+    assert any(found)
+    assert not all(found)

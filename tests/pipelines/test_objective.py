@@ -283,3 +283,27 @@ def test_any_document_that_a_question_needs_is_a_target_of_the_prior() -> None:
     scores, gold = torch.randn(4, 6), torch.tensor([0, 5, 2, 2])
     needed = torch.nn.functional.one_hot(gold, 6).bool()
     torch.testing.assert_close(contrastive_loss(scores, needed), torch.nn.functional.cross_entropy(scores, gold))
+
+
+def test_sets_that_share_a_pass_do_not_see_each_other(tiny_model: MACModel) -> None:
+    """The loss and its gradients are those of the sets alone, weighted by their answers' tokens."""
+    tiny_model.double()
+    weights, prompts = LossWeights(), tiny_model.base_lm.prompts
+
+    def part(first: int, size: int, **options: int) -> tuple[Tensor, int]:
+        some = slice(first, first + size)
+        batch = Batch(BATCH.documents[some], BATCH.questions[some], BATCH.answers[some], list(range(size)))
+        tokens = sum(len(prompts.answer(answer)) for answer in batch.answers)
+        return mac_loss(tiny_model, batch, weights, **options)[0]["loss"], tokens
+
+    (one, ones), (other, others), (both, _) = part(0, 2), part(2, 2), part(0, 4, context_set=2)
+    expected = (ones * one + others * other) / (ones + others)
+    torch.testing.assert_close(both, expected)
+    assert abs(float(part(0, 4)[0] - both)) > 1e-6
+    trained = [p for p in tiny_model.aggregation.parameters() if p.requires_grad]
+    for ours, theirs in zip(
+        torch.autograd.grad(both, trained, allow_unused=True),
+        torch.autograd.grad(expected, trained, allow_unused=True), strict=True,
+    ):  # fmt: skip
+        if theirs is not None:
+            torch.testing.assert_close(ours, theirs)

@@ -31,7 +31,7 @@ from mac_rag.lm.base_lm import BaseLM
 from mac_rag.model import MACModel
 
 STREAM = generate("train", 12, seed=1)
-CONFIG = CamelsConfig(steps=2, accumulate=2, inner_rate=0.05, learning_rate=1e-2, reset_every=3)
+CONFIG = CamelsConfig(steps=2, accumulate=2, inner_rate=0.05, learning_rate=1e-2, reset_documents=6)
 
 
 @pytest.fixture(autouse=True)
@@ -153,3 +153,52 @@ def test_a_proxy_of_another_tokenizer_is_refused(tiny_model: MACModel) -> None:
     other.tokenizer.add_tokens(["<new>"])
     with pytest.raises(ConfigError, match="another tokenizer"):
         check_proxy(other, tiny_model.base_lm)
+
+
+def test_the_lm_returns_to_its_own_weights_after_so_many_documents(
+    tiny_model: MACModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    starts = []
+
+    def counted(lm: object, network: object, theta: camels.Weights, *rest: object, **options: object) -> object:
+        starts.append(theta)
+        return meta_loss(lm, network, theta, *rest, **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(camels, "meta_loss", counted)
+    config = CONFIG.model_copy(update={"steps": 7, "accumulate": 1, "reset_documents": 6})
+    meta_train(new_network(tiny_model.base_lm), tiny_model.base_lm, STREAM, config)
+    assert [theta is starts[0] for theta in starts] == [True, False, False, True, False, False, True]
+
+
+def test_a_padded_loss_is_a_mean_over_the_padding_too(lm: BaseLM) -> None:
+    ids, theta = lesson(lm, 0).document, parameters(lm.model)
+    weights = torch.rand(len(ids), dtype=torch.float64)
+    plain = inner_update(lm.model, theta, ids, weights, 0.1 * (len(ids) - 1) / 1023)
+    padded = inner_update(lm.model, theta, ids, weights, 0.1, padded=1024)
+    for name in theta:
+        torch.testing.assert_close(padded[name], plain[name])
+
+
+def test_unrelated_texts_of_a_file_keep_the_lm_in_place(
+    tiny_model: MACModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[torch.Tensor] = []
+
+    def watched(lm: torch.nn.Module, before: camels.Weights, after: camels.Weights, ids: torch.Tensor) -> torch.Tensor:
+        seen.append(ids)
+        return drift(lm, before, after, ids)
+
+    monkeypatch.setattr(camels, "drift", watched)
+    (tmp_path / "web.jsonl").write_text('{"id": "w", "text": "A recipe for bread."}\n')
+    config = CONFIG.model_copy(update={"steps": 1, "unrelated": str(tmp_path / "web.jsonl")})
+    meta_train(new_network(tiny_model.base_lm), tiny_model.base_lm, STREAM, config)
+    expected = next(passages(tiny_model.base_lm.prompts, "A recipe for bread.", 1024)).ids
+    assert len(seen) == CONFIG.accumulate
+    assert all(torch.equal(ids, expected) for ids in seen)
+
+
+def test_low_rank_updates_leave_the_other_weights(tiny_model: MACModel) -> None:
+    network, config = new_network(tiny_model.base_lm), CONFIG.model_copy(update={"lora_rank": 2})
+    assert len(meta_train(network, tiny_model.base_lm, STREAM, config)) == CONFIG.steps
+    assert not any("lora_" in name for name, _ in tiny_model.base_lm.model.named_parameters())
+    assert float(network.outer.bias.detach().abs().sum()) > 0
