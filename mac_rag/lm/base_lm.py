@@ -338,7 +338,7 @@ class BaseLM(nn.Module):
         choose = TokenChoice(sampling, len(prompts))
         prompts, modulation, ensemble = _with_and_without(prompts, modulation, weights)
         ids, mask, positions, segment_ids = self._padded(prompts, modulation)
-        cache = self._cache(modulation)
+        cache = growing(self._cache(modulation))
         segments = self.architecture.segment_arguments(segment_ids)
         written = ids  # prompts, and answers so far
         extractive = self._extractive(sources, ids.shape[1], modulation, ensemble)

@@ -421,7 +421,7 @@ class OwnKVModel(MACModel, kind="own-kv", config_class=OwnKVConfig):
         if self.codec is None:
             return keys_values.movedim(3, 0).flatten(1).contiguous().view(torch.uint8).cpu()
         assert self.config.bytes_per_token is not None
-        return self.codec.encode(self._unrotated(keys_values), self.config.bytes_per_token).cpu()
+        return self.codec.encode(self._unrotated(keys_values), self.config.bytes_per_token, self.base_lm.dtype).cpu()
 
     @torch.no_grad()
     def decode(self, codes: Tensor) -> Tensor:

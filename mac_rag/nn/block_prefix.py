@@ -13,9 +13,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache
+from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
 
 from mac_rag.nn.modulation import Modulation, has_limited_layers
+
+_GROUPED = "mac_rag_grouped"  # name of this attention among transformers' own
+_MOST_SCORES = 1 << 26  # attention logits of one layer that are in memory at a time
 
 
 class BlockPrefix(Modulation):
@@ -55,15 +60,16 @@ class BlockPrefix(Modulation):
         return self._seen.to(mask)
 
     def cache(self, dtype: torch.dtype, repeats: int = 1) -> DynamicCache:
-        rows = []
-        for documents in self._documents:
-            parts = [self._opening, *documents]
-            length = sum(part.shape[3] for part in parts)
-            if length < self.prefix_length:
-                shape = (*self._opening.shape[:3], self.prefix_length - length, self._opening.shape[4])
-                parts.append(self._opening.new_zeros(shape))
-            rows += [torch.cat(parts, 3).to(dtype)] * repeats
-        batch = torch.stack(rows, 2)  # [layers, 2, B, kv_heads, P, head_width]
+        *before, heads, _, width = self._opening.shape
+        shape = (*before, len(self._documents), repeats, heads, self.prefix_length, width)
+        filled = self._opening.new_zeros(shape, dtype=dtype)
+        for row, documents in zip(filled.unbind(2), self._documents, strict=True):
+            start = 0
+            for part in (self._opening, *documents):
+                stop = start + part.shape[3]
+                row[..., start:stop, :] = part[:, :, None]
+                start = stop
+        batch = filled.flatten(2, 3)  # [layers, 2, B, kv_heads, P, head_width]
         # Without a configuration the cache keeps all positions, even in layers with a sliding window.
         return DynamicCache([(layer[0], layer[1]) for layer in batch.unbind(0)])
 
@@ -77,8 +83,13 @@ class BlockPrefix(Modulation):
 
     @contextmanager
     def attached(self, lm: Any) -> Iterator[None]:
-        """Gives the LM the masks that this prefix needs: float masks with the bias, one for each kind of layer."""
-        config, dtype = lm.config.get_text_config(), lm.get_input_embeddings().weight.dtype
+        """Gives the LM the masks that this prefix needs: float masks with the bias, one for each kind of layer.
+
+        On a CPU, an LM in bf16 with PyTorch's attention also gets `grouped_attention`.
+        """
+        embeddings = lm.get_input_embeddings().weight
+        config, dtype, implementation = lm.config.get_text_config(), embeddings.dtype, lm.config._attn_implementation
+        grouped = dtype == torch.bfloat16 and embeddings.device.type == "cpu" and implementation == "sdpa"
 
         def hook(_: Any, arguments: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
             mask = named["attention_mask"]
@@ -89,9 +100,12 @@ class BlockPrefix(Modulation):
 
         # Callers call either of the two, and some LMs (OPT) call a part of their base model and not the model itself.
         handles = [part.register_forward_pre_hook(hook, with_kwargs=True) for part in (lm, lm.base_model)]
+        if grouped:
+            lm.config._attn_implementation = _GROUPED
         try:
             yield
         finally:
+            lm.config._attn_implementation = implementation
             for handle in handles:
                 handle.remove()
 
@@ -122,3 +136,37 @@ class BlockPrefix(Modulation):
         if kinds is None:
             return window
         return {kind: window if kind == "sliding_attention" else additive(seen) for kind in dict.fromkeys(kinds)}
+
+
+def grouped_attention(
+    module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
+) -> tuple[Tensor, None]:
+    """Attention of few queries to many keys, by products of matrices; as transformers calls it, `[B, heads, l, width]`.
+
+    The query heads that share keys and values are one matrix, so neither is repeated. In bf16 on a CPU this takes a
+    half to a fifth of the time of PyTorch's attention with a mask. Logits are rounded to bf16, as transformers' own
+    `eager` does. Whatever is not plain attention with a float mask is left to PyTorch's.
+    """
+    heads, length, kept = query.shape[1], query.shape[2], key.shape[2]
+    special = any(options.get(name) is not None for name in ("softcap", "s_aux", "position_bias", "cache"))
+    if (
+        attention_mask is None
+        or not attention_mask.is_floating_point()
+        or special
+        or options.get("dropout")
+        or torch.is_grad_enabled()
+        or len(query) * heads * length * kept > _MOST_SCORES
+    ):
+        return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
+    scaling = options.get("scaling")
+    scaled = query * (query.shape[3] ** -0.5 if scaling is None else scaling)
+    groups = heads // key.shape[1]
+    rows = scaled.unflatten(1, (-1, groups)).flatten(2, 3)  # [B, kv_heads, groups * l, width]
+    scores = (rows @ key.mT).unflatten(2, (groups, length))
+    scores += attention_mask[:, :, None]
+    out = scores.softmax(-1).flatten(2, 3) @ value
+    return out.unflatten(2, (groups, length)).flatten(1, 2).transpose(1, 2).contiguous(), None
+
+
+AttentionInterface.register(_GROUPED, grouped_attention)
+AttentionMaskInterface.register(_GROUPED, sdpa_mask)

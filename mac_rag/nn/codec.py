@@ -150,17 +150,18 @@ class KVCodec(nn.Module):
         self.scale.copy_(scale)
         self._forget()
 
-    def encode(self, keys_values: Tensor, bytes_per_token: int) -> Tensor:
+    def encode(self, keys_values: Tensor, bytes_per_token: int, dtype: torch.dtype = torch.float32) -> Tensor:
         """Encodes tokens.
 
         Args:
             keys_values: keys before rotation and values, `[layers, 2, kv_heads, tokens, head_width]`.
             bytes_per_token: at least 1.
+            dtype: dtype of the products, as for `decode`.
 
         Returns:
             Codes `[tokens, bytes_per_token]`, uint8.
         """
-        allocation = self.allocation(bytes_per_token)
+        allocation = self._in_dtype(bytes_per_token, dtype)
         levels = _level(self._values(keys_values, allocation), allocation)
         codes = torch.zeros(len(levels), bytes_per_token, dtype=torch.int32, device=levels.device)
         index = allocation.byte.expand(len(levels), -1)
@@ -178,12 +179,8 @@ class KVCodec(nn.Module):
         Returns:
             `[layers, 2, kv_heads, tokens, head_width]`, in fp32.
         """
-        allocation = self.allocation(codes.shape[1])
+        allocation = self._in_dtype(codes.shape[1], dtype)
         levels = (codes[:, allocation.byte].int() >> allocation.shift) & ((1 << allocation.bits) - 1)
-        if dtype != torch.float32:
-            if (codes.shape[1], dtype) not in self._halved:
-                self._halved[codes.shape[1], dtype] = [basis.to(dtype) for basis in allocation.bases]
-            allocation = allocation._replace(bases=self._halved[codes.shape[1], dtype])
         return self._numbers(_middle(levels, allocation), allocation)
 
     def coded(self, keys_values: Tensor, bytes_per_token: int) -> Tensor:
@@ -257,6 +254,15 @@ class KVCodec(nn.Module):
             self._allocations[bytes_per_token] = self._allocated(bytes_per_token)
         return self._allocations[bytes_per_token]
 
+    def _in_dtype(self, bytes_per_token: int, dtype: torch.dtype) -> Allocation:
+        """`allocation` with bases in a dtype."""
+        allocation = self.allocation(bytes_per_token)
+        if dtype == torch.float32:
+            return allocation
+        if (bytes_per_token, dtype) not in self._halved:
+            self._halved[bytes_per_token, dtype] = [basis.to(dtype) for basis in allocation.bases]
+        return allocation._replace(bases=self._halved[bytes_per_token, dtype])
+
     def _allocated(self, bytes_per_token: int) -> Allocation:
         bits = shared_bits(self.eigenvalues.flatten(), 8 * bytes_per_token)
         components = torch.argsort(bits, descending=True, stable=True)[: int((bits > 0).sum())]
@@ -280,7 +286,7 @@ class KVCodec(nn.Module):
     def _values(self, keys_values: Tensor, allocation: Allocation) -> Tensor:
         """The components that have bits, each divided by its standard deviation: `[tokens, n]`."""
         centred = (self._grouped(keys_values) - self.mean[:, None]) / self.scale[:, None]
-        columns = [numbers @ basis for numbers, basis in zip(centred, allocation.bases, strict=True)]
+        columns = [numbers.to(basis) @ basis for numbers, basis in zip(centred, allocation.bases, strict=True)]
         return torch.cat(columns, 1).float()[:, allocation.from_groups] / self._deviations(allocation)
 
     def _numbers(self, values: Tensor, allocation: Allocation) -> Tensor:

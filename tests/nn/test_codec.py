@@ -110,6 +110,15 @@ class TestCodes:
         assert codes.dtype == torch.uint8
         assert torch.equal(codec.decode(codes), codec.coded(numbers, rate))
 
+    @pytest.mark.parametrize("rate", [3, 7])
+    def test_products_in_half_precision_lose_no_more(self, codec: KVCodec, rate: int) -> None:
+        numbers = keys_values(500, seed=5)
+        errors = []
+        for dtype in (torch.float32, torch.bfloat16):
+            difference = codec.decode(codec.encode(numbers, rate, dtype), dtype) - numbers
+            errors.append(float((codec._grouped(difference) / codec.scale[:, None]).norm()))
+        assert errors[1] == pytest.approx(errors[0], rel=0.02)
+
     def test_more_bytes_lose_less(self, codec: KVCodec) -> None:
         numbers = keys_values(500, seed=3)
         errors = [error(codec, numbers, rate) for rate in (1, 2, 4, 8, 16, 48)]

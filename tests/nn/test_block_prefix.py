@@ -1,0 +1,69 @@
+"""Attention to a prefix of keys and values by products of matrices, against float64."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+from mac_rag.nn.block_prefix import grouped_attention
+
+
+def inputs(
+    seed: int, batch: int, kv_heads: int, groups: int, length: int, kept: int, dtype: torch.dtype
+) -> tuple[Any, Tensor, Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    query, key, value = (
+        torch.randn(batch, heads, count, 8, generator=generator).to(dtype)
+        for heads, count in ((kv_heads * groups, length), (kv_heads, kept), (kv_heads, kept))
+    )
+    mask = torch.randn(batch, 1, length, kept, generator=generator)
+    mask = mask.masked_fill(torch.rand(mask.shape, generator=generator) < 0.3, torch.finfo(dtype).min)
+    mask[..., 0] = 0.0
+    return SimpleNamespace(num_key_value_groups=groups), query, key, value, mask.to(dtype)
+
+
+def plain(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scaling: float) -> Tensor:
+    """One head of one row at a time, in float64."""
+    groups = query.shape[1] // key.shape[1]
+    out = torch.zeros(len(query), query.shape[2], query.shape[1], value.shape[3], dtype=torch.float64)
+    for row in range(len(query)):
+        for head in range(query.shape[1]):
+            keys, values = key[row, head // groups].double(), value[row, head // groups].double()
+            logits = query[row, head].double() @ keys.T * scaling + mask[row, 0].double()
+            out[row, :, head] = logits.softmax(-1) @ values
+    return out
+
+
+@given(
+    seed=st.integers(0, 1000), batch=st.integers(1, 3), kv_heads=st.integers(1, 3), groups=st.integers(1, 4),
+    length=st.integers(1, 5), kept=st.integers(1, 20), scaling=st.sampled_from([None, 0.25, 1.0]),
+)  # fmt: skip
+@settings(max_examples=40, deadline=None)
+def test_it_is_attention(
+    seed: int, batch: int, kv_heads: int, groups: int, length: int, kept: int, scaling: float | None
+) -> None:
+    for dtype, error in ((torch.float32, 1e-5), (torch.bfloat16, 5e-2)):
+        module, *parts, mask = inputs(seed, batch, kv_heads, groups, length, kept, dtype)
+        with torch.no_grad():
+            out, _ = grouped_attention(module, *parts, mask, scaling=scaling)
+        expected = plain(*parts, mask, 8**-0.5 if scaling is None else scaling)
+        assert out.dtype == dtype
+        torch.testing.assert_close(out.double(), expected, rtol=error, atol=error)
+
+
+@pytest.mark.parametrize("change", ["boolean mask", "no mask", "position bias"])
+def test_anything_else_is_left_to_pytorch(change: str) -> None:
+    module, *parts, mask = inputs(0, 2, 2, 2, 3, 7, torch.float32)
+    given_mask = {"boolean mask": mask == 0, "no mask": None}.get(change, mask)
+    options = {"position_bias": torch.randn(1, 1, 3, 7)} if change == "position bias" else {}
+    with torch.no_grad():
+        out, _ = grouped_attention(module, *parts, given_mask, **options)
+        expected, _ = sdpa_attention_forward(module, *parts, given_mask, **options)
+    assert torch.equal(out, expected)
