@@ -104,6 +104,11 @@ def test_generation_is_what_the_losses_say(lm: BaseLM) -> None:
     first = lm.model(torch.tensor([PROMPTS[0]]), segment_ids=torch.ones(1, 3)).logits[0, -1]
     losses = lm.answer_loss([PROMPTS[0]] * VOCABULARY, [[token] for token in range(VOCABULARY)], None)
     assert int(losses.argmin()) == int(first.argmax())
+    # transformers' own generation reads the prompt as one segment, too.
+    written = lm.model.generate(
+        torch.tensor([PROMPTS[0]]), max_new_tokens=5, do_sample=False, eos_token_id=lm.end_tokens
+    )
+    assert lm.tokenizer.decode(written[0, len(PROMPTS[0]) :], skip_special_tokens=True).strip() == together[0]
 
 
 def test_a_prefix_lm_comes_back_and_carries_a_memory(prefix_lm_folder: Path, tmp_path: Path) -> None:
