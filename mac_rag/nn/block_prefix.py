@@ -59,17 +59,16 @@ class BlockPrefix(Modulation):
     def prefix_mask(self, mask: Tensor) -> Tensor:
         return self._seen.to(mask)
 
-    def cache(self, dtype: torch.dtype, repeats: int = 1) -> DynamicCache:
+    def cache(self, dtype: torch.dtype) -> DynamicCache:
         *before, heads, _, width = self._opening.shape
-        shape = (*before, len(self._documents), repeats, heads, self.prefix_length, width)
-        filled = self._opening.new_zeros(shape, dtype=dtype)
+        shape = (*before, len(self._documents), heads, self.prefix_length, width)
+        batch = self._opening.new_zeros(shape, dtype=dtype)
         for row, documents in enumerate(self._documents):
             start = 0
             for part in (self._opening, *documents):
                 stop = start + part.shape[3]
-                filled[:, :, row, ..., start:stop, :] = part[:, :, None]
+                batch[:, :, row, :, start:stop] = part
                 start = stop
-        batch = filled.flatten(2, 3)  # [layers, 2, B, kv_heads, P, head_width]
         # Without a configuration the cache keeps all positions, even in layers with a sliding window.
         return DynamicCache([(layer[0], layer[1]) for layer in batch.unbind(0)])
 
