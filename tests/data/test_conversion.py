@@ -551,6 +551,7 @@ def test_what_a_page_does_not_show_is_left_out(hidden: str) -> None:
         "<details><summary>S</summary>KELL</details>",
         "<p style='font-size:0.8em; opacity: 0.5'>KELL</p>",
         "<p aria-hidden=true>KELL</p>",
+        "<style>p { backface-visibility: hidden; margin-left: -1000px }</style><p>KELL</p>",
         "<p style='display: none; display: block'>KELL</p>",
     ],
 )
