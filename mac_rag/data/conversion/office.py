@@ -59,13 +59,11 @@ _NAMESPACES = {
     "pic": "http://schemas.openxmlformats.org/drawingml/2006/picture",
     "wp": "http://schemas.openxmlformats.org/drawingml/2006/wordprocessingDrawing",
     "v": "urn:schemas-microsoft-com:vml",
-    "o": "urn:schemas-microsoft-com:office:office",
     "office": "urn:oasis:names:tc:opendocument:xmlns:office:1.0",
     "text": "urn:oasis:names:tc:opendocument:xmlns:text:1.0",
     "table": "urn:oasis:names:tc:opendocument:xmlns:table:1.0",
     "draw": "urn:oasis:names:tc:opendocument:xmlns:drawing:1.0",
     "style": "urn:oasis:names:tc:opendocument:xmlns:style:1.0",
-    "xlink": "http://www.w3.org/1999/xlink",
 }
 for _prefix, _uri in _NAMESPACES.items():  # pandoc knows Word's elements by their prefixes
     ElementTree.register_namespace(_prefix, _uri)
