@@ -850,7 +850,7 @@ def of_group(group: int) -> list[str]:
 
 
 def test_pandoc_ends_with_the_process_that_started_it(tmp_path: Path) -> None:
-    (tmp_path / "long.tex").write_text(r"\emph{a} $x^{2}$ " * 1_000_000)
+    (tmp_path / "long.tex").write_text(r"\emph{a} $x^{2}$ " * 3_000_000)  # minutes of work
     (tmp_path / "short.html").write_text("<p>a")
     worker = converter._Worker()
     worker.ask(tmp_path / "short.html", 60)
@@ -863,6 +863,9 @@ def test_pandoc_ends_with_the_process_that_started_it(tmp_path: Path) -> None:
     assert asking.is_alive()
     asking.join()
     assert "takes more than 2 s" in str(answers[0]["error"])
+    ended = time.monotonic() + 10
+    while of_group(group) and time.monotonic() < ended:
+        time.sleep(0.05)
     assert of_group(group) == []
 
 
