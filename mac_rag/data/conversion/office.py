@@ -32,6 +32,7 @@ from mac_rag.untrusted_files import DOCUMENT
 _SECONDS = 120  # of a processor
 _HEAP = "-M3g"
 _LARGEST_PAGE = 4 * DOCUMENT  # bytes, of pandoc's output
+_MOST_SAID = 16 << 20  # bytes, of its messages
 # Zipped files.
 _LARGEST_PART = 4 * DOCUMENT  # bytes; also of all parts together
 _MOST_PARTS = 10_000
@@ -154,7 +155,7 @@ def _pandoc(kind: str, data: bytes, notices: Notices) -> str:
             stdin=given,
             stdout=subprocess.PIPE,
             stderr=said,
-            preexec_fn=_bound_time,  # it ends then, even if this process is not there to end it
+            preexec_fn=_bound,
         ) as process:
             assert process.stdout is not None
             page = process.stdout.read(_LARGEST_PAGE + 1)
@@ -162,7 +163,7 @@ def _pandoc(kind: str, data: bytes, notices: Notices) -> str:
                 process.kill()
                 check_size(len(page))
         said.seek(0)
-        lines = said.read(1 << 20).decode(errors="replace").splitlines()
+        lines = said.read(_MOST_SAID).decode(errors="replace").splitlines()
     if process.returncode:
         if process.returncode == 251:
             raise MemoryError
@@ -174,11 +175,13 @@ def _pandoc(kind: str, data: bytes, notices: Notices) -> str:
     return page.decode(errors="replace")
 
 
-def _bound_time() -> None:
+def _bound() -> None:
+    """Bounds pandoc's time, so that it ends even if nobody is there to end it, and what it says."""
     try:
         import resource
 
         resource.setrlimit(resource.RLIMIT_CPU, (_SECONDS, _SECONDS))
+        resource.setrlimit(resource.RLIMIT_FSIZE, (_MOST_SAID, _MOST_SAID))
     except (ImportError, OSError, ValueError):
         pass
 
