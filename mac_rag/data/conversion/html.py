@@ -68,8 +68,9 @@ _SHOWN_VALUES = frozenset(
 _SPACE = re.compile(r"[ \t\n\f\r]+")
 # Styles.
 _NOT_SHOWN = re.compile(
-    r"display\s*:\s*none(?![^}]*display\s*:)|visibility\s*:\s*(?:hidden|collapse)|(?:font-size|opacity)\s*:\s*0+(?![.\d])|"
-    r"clip\s*:\s*rect\(\s*[01](?![.\d])|clip-path\s*:\s*inset\(\s*50%|(?:text-indent|left|top)\s*:\s*-\d{4}",
+    r"(?<![-\w])(?:display\s*:\s*none(?![^}]*display\s*:)|visibility\s*:\s*(?:hidden|collapse)|"
+    r"(?:font-size|opacity)\s*:\s*0+(?![.\d])|clip\s*:\s*rect\(\s*[01](?![.\d])|clip-path\s*:\s*inset\(\s*50%|"
+    r"(?:text-indent|left|top)\s*:\s*-\d{4})",
     re.IGNORECASE,
 )
 _SHOWN = re.compile(r"(?:display|visibility|font-size|opacity|clip|clip-path|text-indent|left|top)\s*:", re.IGNORECASE)

@@ -32,6 +32,7 @@ from mac_rag.untrusted_files import DOCUMENT
 _SECONDS = 120  # of a processor
 _HEAP = "-M3g"
 _LARGEST_PAGE = 4 * DOCUMENT  # bytes, of pandoc's output
+_MOST_SAID = 16 << 20  # bytes, of its messages
 # Zipped files.
 _LARGEST_PART = 4 * DOCUMENT  # bytes; also of all parts together
 _MOST_PARTS = 10_000
@@ -59,13 +60,11 @@ _NAMESPACES = {
     "pic": "http://schemas.openxmlformats.org/drawingml/2006/picture",
     "wp": "http://schemas.openxmlformats.org/drawingml/2006/wordprocessingDrawing",
     "v": "urn:schemas-microsoft-com:vml",
-    "o": "urn:schemas-microsoft-com:office:office",
     "office": "urn:oasis:names:tc:opendocument:xmlns:office:1.0",
     "text": "urn:oasis:names:tc:opendocument:xmlns:text:1.0",
     "table": "urn:oasis:names:tc:opendocument:xmlns:table:1.0",
     "draw": "urn:oasis:names:tc:opendocument:xmlns:drawing:1.0",
     "style": "urn:oasis:names:tc:opendocument:xmlns:style:1.0",
-    "xlink": "http://www.w3.org/1999/xlink",
 }
 for _prefix, _uri in _NAMESPACES.items():  # pandoc knows Word's elements by their prefixes
     ElementTree.register_namespace(_prefix, _uri)
@@ -156,7 +155,7 @@ def _pandoc(kind: str, data: bytes, notices: Notices) -> str:
             stdin=given,
             stdout=subprocess.PIPE,
             stderr=said,
-            preexec_fn=_bound_time,  # it ends then, even if this process is not there to end it
+            preexec_fn=_bound,
         ) as process:
             assert process.stdout is not None
             page = process.stdout.read(_LARGEST_PAGE + 1)
@@ -164,7 +163,7 @@ def _pandoc(kind: str, data: bytes, notices: Notices) -> str:
                 process.kill()
                 check_size(len(page))
         said.seek(0)
-        lines = said.read(1 << 20).decode(errors="replace").splitlines()
+        lines = said.read(_MOST_SAID).decode(errors="replace").splitlines()
     if process.returncode:
         if process.returncode == 251:
             raise MemoryError
@@ -176,11 +175,13 @@ def _pandoc(kind: str, data: bytes, notices: Notices) -> str:
     return page.decode(errors="replace")
 
 
-def _bound_time() -> None:
+def _bound() -> None:
+    """Bounds pandoc's time, so that it ends even if nobody is there to end it, and what it says."""
     try:
         import resource
 
         resource.setrlimit(resource.RLIMIT_CPU, (_SECONDS, _SECONDS))
+        resource.setrlimit(resource.RLIMIT_FSIZE, (_MOST_SAID, _MOST_SAID))
     except (ImportError, OSError, ValueError):
         pass
 
