@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import unicodedata
 
 import pytest
@@ -79,6 +80,16 @@ def test_what_is_not_the_same_stays_apart(written: str, other: str) -> None:
 def test_a_normal_form_is_its_own(text: str) -> None:
     assert normal_form(normal_form(text)) == normal_form(text)
     assert normal_form(unicodedata.normalize("NFD", text)) == normal_form(unicodedata.normalize("NFC", text))
+
+
+@pytest.mark.parametrize(
+    "text", ["a-" + "\n" * 10_000 + "A", "a-\n" * 10_000, "e" + "\u0301" * 20_000, "а" + "\u0301" * 20_000, "1²" * 10_000]
+)
+def test_the_time_grows_with_the_length_alone(text: str) -> None:
+    started = time.perf_counter()
+    normal_form(text)
+    words(text)
+    assert time.perf_counter() - started < 3  # thirty times what it takes
 
 
 @given(TEXTS)
