@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 import unicodedata
 
@@ -83,7 +84,9 @@ def test_a_normal_form_is_its_own(text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["a-" + "\n" * 10_000 + "A", "a-\n" * 10_000, "e" + "\u0301" * 20_000, "а" + "\u0301" * 20_000, "1²" * 10_000]
+    "text",
+    ["a-" + "\n" * 10_000 + "A", "a-\n" * 9_000, "e" + "\u0301" * 20_000, "а" + "\u0301" * 20_000, "1²" * 9_000],
+    ids=["lines", "hyphens", "accents", "stresses", "numbers"],
 )
 def test_the_time_grows_with_the_length_alone(text: str) -> None:
     started = time.perf_counter()
@@ -97,7 +100,7 @@ def test_words_stand_in_their_text_in_its_order(text: str) -> None:
     found = words(text)
     assert [word.form for word in found] == word_forms(text)
     assert all(0 <= word.start < word.end <= len(text) for word in found)
-    assert all(one.start <= other.start for one, other in zip(found, found[1:]))
+    assert all(one.start <= other.start for one, other in itertools.pairwise(found))
     for word in found:
         assert word.form in normal_form(text[word.start : word.end])
 
