@@ -87,10 +87,11 @@ def shown_id(document_id: str) -> str:
 
 
 # A hyphen at the end of a line that divides a word, which is no part of the word: the next line goes on in lower case.
-_DIVIDED = regex.compile(r"(?<=[\p{L}\p{M}])[-\u2010]\s*?\r?\n\s*(?=\p{Ll})")
+_DIVIDED = regex.compile(r"(?<=[\p{L}\p{M}])[-\u2010][^\S\n]*+\n\s*+(?=\p{Ll})")
 # What separates digits from other digits that are not of the same number, as 10\u2076 and 1\u00bd, is kept by a space.
 # U+FFFE is how PDFium marks a hyphen at the end of a line.
 _JOINTS = regex.compile(_DIVIDED.pattern + r"|\ufffe\s*|(?<=\p{Nd})(?=\p{No})|(?<=\p{No})(?=\p{Nd})")
+_LINE_END = re.compile(r"[-\u2010][^\S\n]*+\n")
 _NUMBER = regex.compile(r"[\p{No}\ufffe]")
 # A run of other characters, with the letter before it, on which they may be accents.
 _BEYOND_ASCII = re.compile(r"[\x00-\x7f]?[^\x00-\x7f]+")
@@ -98,8 +99,8 @@ _IGNORED = regex.compile(r"\p{Default_Ignorable_Code_Point}+")  # soft hyphens, 
 # Accents of letters, of Hebrew and of Arabic. Marks that make another letter are kept: those of kana and of Indic
 # scripts, and of Cyrillic all but the diaeresis of \u0451 and the stress.
 _ACCENTS = regex.compile(
-    r"(?<!\p{Cyrillic}\p{M}*)[\u0300-\u036f\u1ab0-\u1aff\u1dc0-\u1dff\u20d0-\u20ff\ufe20-\ufe2f]"
-    r"|(?<=[\u0435\u0415])\u0308|(?<=[аеиоуыэюяАЕИОУЫЭЮЯ]\p{M}*)[\u0300\u0301]"
+    r"(?<!\p{Cyrillic}\p{M}{0,8})[\u0300-\u036f\u1ab0-\u1aff\u1dc0-\u1dff\u20d0-\u20ff\ufe20-\ufe2f]"
+    r"|(?<=[\u0435\u0415])\u0308|(?<=[аеиоуыэюяАЕИОУЫЭЮЯ]\p{M}{0,8})[\u0300\u0301]"
     r"|[\u0591-\u05bd\u05bf\u05c1\u05c2\u05c4\u05c5\u05c7\u0640\u064b-\u065f\u0670]"
 )
 # Letters with a stroke or a hook that Unicode does not decompose, ligatures that are letters, quotes and dashes.
@@ -111,6 +112,7 @@ _LETTERS = str.maketrans(
 _WITHOUT_SPACES = r"\p{Han}\p{Hiragana}\p{Katakana}\p{Thai}\p{Lao}\p{Khmer}\p{Myanmar}"
 _WORD = regex.compile(rf"[{_WITHOUT_SPACES}--[\p{{M}}\p{{Nd}}]]\p{{M}}*|[\w--[{_WITHOUT_SPACES}]]+", regex.V1)
 _ASCII_WORD = re.compile(r"\w+", re.ASCII)
+_SHORT = 16  # characters whose normal form is kept
 _CHARACTER = regex.compile(r"\X")
 _MARKS = regex.compile(r"\p{Mn}+")
 
@@ -136,21 +138,27 @@ def normal_form(text: str, *, accents: bool = False) -> str:
         text = _JOINTS.sub(lambda match: "" if match[0] else " ", text)
     if text.isascii():
         return text.lower()
-    # Few characters of most texts are beyond ASCII, and the same ones come again and again.
     return _BEYOND_ASCII.sub(lambda match: _folded(match[0], accents), text).casefold()
 
 
 def _has_joints(text: str) -> bool:
     """False if `_JOINTS` finds nothing in a text, which is seen faster than by looking for it."""
-    return ("\n" in text and ("-" in text or "\u2010" in text)) or (not text.isascii() and bool(_NUMBER.search(text)))
+    return bool(_LINE_END.search(text)) or (not text.isascii() and bool(_NUMBER.search(text)))
 
 
-@lru_cache(1 << 12)
 def _folded(text: str, accents: bool) -> str:
     """The normal form of characters without regard to lines and numbers: each character by itself."""
+    # Few characters of most texts are beyond ASCII, and the same ones come again and again.
+    return _folded_again(text, accents) if len(text) <= _SHORT else _folded_anew(text, accents)
+
+
+def _folded_anew(text: str, accents: bool) -> str:
     text = unicodedata.normalize("NFKD", _IGNORED.sub("", text))
     text = _IGNORED.sub("", unicodedata.normalize("NFKD", text.casefold()))
     return unicodedata.normalize("NFKC", text if accents else _ACCENTS.sub("", text).translate(_LETTERS))
+
+
+_folded_again = lru_cache(1 << 12)(_folded_anew)
 
 
 class Word(NamedTuple):

@@ -28,6 +28,7 @@ AsOf: TypeAlias = "str | int | date | datetime | None"  # the moment of a questi
 
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 _MICROSECOND = timedelta(microseconds=1)
+_LONGEST = 200  # characters; the parser takes long for long texts
 _HYPHENS = str.maketrans("\u2010\u2011\u2212", "---")
 _EPOCH_NUMBER = re.compile(
     r"@(?P<seconds>-?\d{1,15}(?:\.\d{1,9})?)|/Date\((?P<thousandths>-?\d{1,18})(?:[+-]\d{4})?\)/"
@@ -82,7 +83,7 @@ def read_date(value: Any) -> datetime:
         moment = datetime(value.year, value.month, value.day)
     elif type(value) is int and 1000 <= value <= 9999:
         moment = datetime(value, 1, 1)
-    elif isinstance(value, str) and value.strip():
+    elif isinstance(value, str) and value.strip() and len(value) <= _LONGEST:
         moment = _read(value.strip())
     else:
         raise DataError(f"{value!r:.80} is no date; {REMEDY}")

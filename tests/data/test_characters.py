@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+import time
 import unicodedata
-from itertools import pairwise
 
 import pytest
 from hypothesis import given
@@ -82,12 +83,24 @@ def test_a_normal_form_is_its_own(text: str) -> None:
     assert normal_form(unicodedata.normalize("NFD", text)) == normal_form(unicodedata.normalize("NFC", text))
 
 
+@pytest.mark.parametrize(
+    "text",
+    ["a-" + "\n" * 10_000 + "A", "a-\n" * 9_000, "e" + "\u0301" * 20_000, "а" + "\u0301" * 20_000, "1²" * 9_000],
+    ids=["lines", "hyphens", "accents", "stresses", "numbers"],
+)
+def test_the_time_grows_with_the_length_alone(text: str) -> None:
+    started = time.perf_counter()
+    normal_form(text)
+    words(text)
+    assert time.perf_counter() - started < 3  # thirty times what it takes
+
+
 @given(TEXTS)
 def test_words_stand_in_their_text_in_its_order(text: str) -> None:
     found = words(text)
     assert [word.form for word in found] == word_forms(text)
     assert all(0 <= word.start < word.end <= len(text) for word in found)
-    assert all(one.start <= other.start for one, other in pairwise(found))
+    assert all(one.start <= other.start for one, other in itertools.pairwise(found))
     for word in found:
         assert word.form in normal_form(text[word.start : word.end])
 
