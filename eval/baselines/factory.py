@@ -57,8 +57,8 @@ TINY_SCALE = BaselineSetup(
     camels=CamelsConfig(steps=120, accumulate=1, inner_rate=0.03, learning_rate=3e-4, padded=None, clip=1.0),
     ccm=CCMConfig(steps=400),
 )
-# CaMeLS: 50 epochs of StreamingQA's questions, and of another set's accordingly, 24 documents a step, on DistilGPT2, the proxy of the whole GPT-2 family. The
-# proxy is tuned on the data set's questions first, like the LM that it stands for (`open_factory` names it).
+# CaMeLS: 50 epochs of StreamingQA's questions, of another set's accordingly, 24 documents a step, on DistilGPT2,
+# the proxy of the whole GPT-2 family. It is tuned on the data set's questions first (`open_factory` names it).
 PAPER_SCALE = BaselineSetup(
     training_documents=21_000,
     validation_documents=200,

@@ -194,7 +194,8 @@ class EncoderDecoder(AmortizationNetwork):
         output = self.backbone(
             encoder_outputs=BaseModelOutput(last_hidden_state=encoded.to(dtype)),
             attention_mask=attention_mask,
-            decoder_inputs_embeds=self.queries.to(dtype).expand(len(input_ids), -1, -1),
+            # A copy: without gradients, a view of a parameter would still claim them, and PyTorch's FLOP counter fails.
+            decoder_inputs_embeds=self.queries.to(dtype).repeat(len(input_ids), 1, 1),
             use_cache=False,
         )
         states: Tensor = output.last_hidden_state

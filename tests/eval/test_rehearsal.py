@@ -147,7 +147,7 @@ def test_tables_1_and_2_from_data_to_report(
         assert (result.protocol, result.not_run) == ("published", {})
         assert expected <= {row.name for row in result.rows}
         assert any(row.name == "CaMeLS" for row in result.rows) == (compared and "llama2-7b" not in step.name)
-    assert command("eval.report", "out", "--output", "report.html")[0] == 0
+    assert command("eval.report.__main__", "out", "--output", "report.html")[0] == 0
     page = Path("report.html").read_text()
     assert page.count("published protocol") >= 5
 
