@@ -19,7 +19,7 @@ from mac_rag.bank.bank import MemoryBank
 from mac_rag.bank.database import PART_BITS
 from mac_rag.bank.interface import Bank, BankContents
 from mac_rag.bank.overview import keep_rows_for, put_with_overview
-from mac_rag.bank.reduction import BoundedBank, given
+from mac_rag.bank.reduction import BoundedBank
 from mac_rag.bank.rows import RowLayout
 from mac_rag.config import BoundConfig
 from mac_rag.data.characters import shown_id
@@ -267,21 +267,20 @@ class DocumentWriter:
         return forgotten
 
     def _put(self, bank: Bank, documents: Sequence[Document], phi: Written, rows: Sequence[int]) -> tuple[str, ...]:
+        summaries = self._sentence_keys(documents, rows)
         if self.bound is None:
             if isinstance(bank, MemoryBank) and isinstance(self.model, AmortizedModel):
                 assert isinstance(phi, Tensor)
                 return put_with_overview(bank, self.model.aggregation, documents, phi, rows)
             if isinstance(bank, MemoryBank) and isinstance(self.model, OwnKVModel):
                 keep_rows_for_model(bank, self.model)
-                summaries = self._sentence_keys(documents, rows)
-                return bank.put(documents, phi, rows, summarise=given(summaries))
+                return bank.put(documents, phi, rows, summarise=None if summaries is None else lambda _: summaries)
             return bank.put(documents, phi, rows)
         assert isinstance(bank, MemoryBank)  # see `MACEngine`
         keep_rows_for_model(bank, self.model)
-        summaries = self._sentence_keys(documents, rows)
         if self._bounded is None or self._bounded.bank is not bank:
             self._bounded = BoundedBank(bank, self.bound.maximum, self.bound.method)
-        return self._bounded.put(documents, phi, rows, summaries=summaries).forgotten
+        return self._bounded.put(documents, phi, rows, summaries=summaries)
 
     def _sentence_keys(self, documents: Sequence[Document], rows: Sequence[int]) -> Tensor | None:
         """What the sentence encoder of a model with its LM's own keys and values makes of each row."""

@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 from mac_rag.bank.base_reader import Aggregated, Reader
-from mac_rag.bank.interface import BankContents
-from mac_rag.bank.shared import SharedBank
+from mac_rag.bank.interface import BankContents, SharedBank
 from mac_rag.batching_queue import isolating_errors
 from mac_rag.data.characters import check_text
 from mac_rag.data.metrics import normalize

@@ -34,10 +34,9 @@ from mac_rag.asking import (
 )
 from mac_rag.bank.bank import MemoryBank
 from mac_rag.bank.bm25 import BankBM25Retriever
-from mac_rag.bank.interface import Bank, BankContents
+from mac_rag.bank.interface import Bank, BankContents, SharedBank
 from mac_rag.bank.known_documents import KnownDocuments
 from mac_rag.bank.reader import reader_of
-from mac_rag.bank.shared import SharedBank
 from mac_rag.batching_queue import BatchingQueue, isolating_errors
 from mac_rag.config import AttentionConfig, BoundConfig
 from mac_rag.data.characters import check_text

@@ -83,7 +83,7 @@ def test_readers_of_all_kinds_agree(recent: MACModel) -> None:
     for config in kinds:
         found = reader_of(recent, bank, config).aggregate(QUESTIONS).phi
         torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-4)
-    moments = bank.timeline.row_dates
+    moments = bank.directory.row_dates
     found = recent.aggregate(QUESTIONS, recent.project(bank.phi, dates=moments))
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-4)
 
@@ -125,7 +125,7 @@ def test_merged_documents_are_as_new_as_the_newest() -> None:
     dates = ["2003-01-01", "2001-01-01", "2002-01-01"]
     bank.put([Document(date, "", {"date": date}) for date in dates], torch.zeros(4, 2, 4), [1, 1, 2])
     bank.merge([dates[0], dates[1]], torch.zeros(1, 2, 4))
-    assert sorted(map(written, bank.timeline.row_dates.tolist())) == ["2002-01-01", "2002-01-01", "2003-01-01"]
+    assert sorted(map(written, bank.directory.row_dates.tolist())) == ["2002-01-01", "2002-01-01", "2003-01-01"]
 
 
 def test_a_checkpoint_keeps_the_term(recent: MACModel, tmp_path: Path) -> None:

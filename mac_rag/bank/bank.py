@@ -39,12 +39,12 @@ from mac_rag.bank.database import (
     read_settings,
     setting_rows,
 )
-from mac_rag.bank.directory import Directory, Record, Timeline, index_crc
-from mac_rag.bank.entries import BankEntry, NewEntry, Texts, described_members, new_entries
+from mac_rag.bank.directory import ALL_KEYS, Directory, index_crc, span
+from mac_rag.bank.entries import BankEntry, Entry, NewEntry, Texts, described_members, new_entries
 from mac_rag.bank.interface import BankContents, Intent
 from mac_rag.bank.keys_file import KeysFile, read_keys_file, remove_keys_file, write_keys_file
 from mac_rag.bank.known_documents import KnownDocuments
-from mac_rag.bank.rows import CodedRows, NewRows, PackedRow, RowDtype, RowLayout, Rows, Summaries, overview_crc
+from mac_rag.bank.rows import NewRows, RowDtype, RowLayout, Rows, Summaries, row_crc
 from mac_rag.data.characters import fault_of
 from mac_rag.data.document_ids import id_hash
 from mac_rag.data.provenance import Member
@@ -61,8 +61,9 @@ Summarise: TypeAlias = Callable[[NewRows], Tensor]
 
 _PAGE = 512  # entries that are read in one query
 _SUMMARIES = 8192  # rows whose summaries are read in one query
-# From this many rows on, the keys of a bank are kept in a file of their own, which takes less time to read.
-_MANY_ROWS = 20_000
+_BLOBS = 1 << 20  # bytes of rows that are read in one query, if there are several: so few stay in a processor's cache
+# From this many rows on, the keys of a bank are kept in a file of their own. In the bank, they lie between the codes.
+_MANY_ROWS = 2_000
 _MOST_CODES = 1 << 29  # bytes of the codes of a row; SQLite takes twice as many
 _SOME_WORDS = "SELECT key, words FROM bm25_document WHERE key > ? ORDER BY key LIMIT ?"
 # A document of the index whose text only the bank holds gets it back before the bank deletes it.
@@ -84,6 +85,8 @@ class Settings(BaseModel):
         layout: how rows are kept.
         shape: `(T, D)` of the memory tokens of a row, without lexical vectors; `(1, B)` in a bank of codes, whose rows
             have one token or more; None for an empty bank.
+        documents: number of the documents.
+        bytes: bytes of all rows.
         version: number of the commit.
         next_sequence: sequence number of the next entry; numbers are never used again.
         changes_since: the commit after which the table `change` is complete.
@@ -97,6 +100,8 @@ class Settings(BaseModel):
     keep_texts: bool = False
     layout: RowLayout = RowLayout()
     shape: tuple[_Positive, _Positive] | None = None
+    documents: _Count = 0
+    bytes: Annotated[int, Field(ge=0)] = 0
     version: _Count = 0
     next_sequence: _Count = 0
     changes_since: _Count = 0
@@ -179,17 +184,12 @@ class Contents:
         return self._state.writer
 
     @property
-    def sequences(self) -> list[int]:
-        """Sequence numbers of all entries, ascending."""
-        numbers: list[int] = self._directory.sequences.tolist()
-        return numbers
-
-    @property
     def _now(self) -> State:
         return self._state
 
     @property
-    def _directory(self) -> Directory:
+    def directory(self) -> Directory:
+        """All entries and their documents, without ids."""
         return self._now.directory
 
     @property
@@ -245,29 +245,13 @@ class Contents:
         return self.entry(self._found(document_id) >> PART_BITS)
 
     def __iter__(self) -> Iterator[BankEntry]:
-        sequences, rows = self._directory.sequences.tolist(), self._directory.timeline.rows.tolist()
+        sequences, rows = self.directory.sequences.tolist(), self.directory.rows.tolist()
         for first in range(0, len(sequences), _PAGE):
             some = sequences[first : first + _PAGE]
             members = self._members(some[0], some[-1])
             for sequence, count in zip(some, rows[first : first + _PAGE]):
                 if sequence in members:  # otherwise it was deleted since the loop began
                     yield self._made(sequence, count, members[sequence])
-
-    @property
-    def id_hashes(self) -> Tensor:
-        """`mac_rag.data.document_ids.id_hash` of each document, entry by entry, int64 `[len(self)]`."""
-        return self._directory.timeline.hashes
-
-    def entry_of(self, row: int) -> BankEntry:
-        """The entry that a row belongs to, by its number among the N rows.
-
-        Raises:
-            BankError: for an empty bank.
-            IndexError: for a row that the bank does not have.
-        """
-        if not 0 <= row < self._rows():
-            raise IndexError(f"row {row} of a bank with {self._rows()} rows")
-        return self.entry(int(self.row_keys[row]) >> PART_BITS)
 
     def entry(self, sequence: int) -> BankEntry:
         """An entry by its sequence number.
@@ -276,11 +260,11 @@ class Contents:
             BankError: when there is none.
             DamageError: when it is not what was written.
         """
-        place = int(torch.searchsorted(self._directory.sequences, sequence))
+        place = int(torch.searchsorted(self.directory.sequences, sequence))
         members = self._members(sequence, sequence).get(sequence)
-        if members is None or place == len(self._directory.sequences):
+        if members is None or place == len(self.directory.sequences):
             raise BankError(f"{self.path or 'this bank'} holds no entry {sequence:,}")
-        return self._made(sequence, int(self._directory.timeline.rows[place]), members)
+        return self._made(sequence, int(self.directory.rows[place]), members)
 
     def _made(self, sequence: int, rows: int, members: tuple[Member, ...]) -> BankEntry:
         first = sequence << PART_BITS
@@ -294,8 +278,7 @@ class Contents:
         found: dict[int, list[Member]] = {}
         fields = "key, id, content_hash, metadata, added, crc"
         for key, *member, crc in self.connection.rows(
-            f"SELECT {fields} FROM document WHERE key >= ? AND key < ? ORDER BY key",
-            (first << PART_BITS, (last + 1) << PART_BITS),
+            f"SELECT {fields} FROM document WHERE key >= ? AND key <= ? ORDER BY key", (span(first)[0], span(last)[1])
         ):
             try:
                 if _crc(*member) != crc:
@@ -338,21 +321,15 @@ class Contents:
         return tuple(texts)
 
     def __len__(self) -> int:
-        return self._directory.documents
+        return self.directory.documents
 
     def __contains__(self, document_id: object) -> bool:
         return isinstance(document_id, str) and self._find(document_id) is not None
 
-    def marks_of(self, sequence: int) -> list[tuple[int, int]]:
-        """Of each document of an entry the hash of its id and its moment, as the directory has them."""
-        return self.connection.rows(
-            "SELECT hash, moment FROM document WHERE key >= ? AND key < ? ORDER BY key", _span(sequence)
-        )
-
     @property
     def row_keys(self) -> Tensor:
         """Keys of all rows, int64 `[N]`, ascending; a row keeps its key as long as it exists."""
-        return self._directory.row_keys
+        return self.directory.row_keys
 
     @property
     def row_members(self) -> list[tuple[str, ...]]:
@@ -365,12 +342,7 @@ class Contents:
     @property
     def supersedes(self) -> bool:
         """True if one of the documents supersedes another, which the bank need not hold."""
-        return bool(len(self.timeline.dating.superseding))
-
-    @property
-    def timeline(self) -> Timeline:
-        """All documents, in the order of their entries, with what says when they count."""
-        return self._directory.timeline
+        return bool(len(self.directory.superseding))
 
     def visible_rows(self, allowed: Container[str]) -> Tensor:
         """Which rows stand for allowed documents only, bool `[N]`.
@@ -387,13 +359,13 @@ class Contents:
         found: dict[int, int] = {}  # sequence number of an entry -> how many of its documents are allowed
         for (key,) in self.connection.rows_in("SELECT key FROM document WHERE id IN ({})", names):
             found[key >> PART_BITS] = found.get(key >> PART_BITS, 0) + 1
-        directory = self._directory
+        directory = self.directory
         counts = torch.zeros(len(directory.sequences), dtype=torch.long)
         sequences = torch.tensor(list(found), dtype=torch.long)
         counts[torch.searchsorted(directory.sequences, sequences)] = torch.tensor(
             list(found.values()), dtype=torch.long
         )
-        return (counts == directory.timeline.members)[directory.row_entries]
+        return (counts == directory.members)[directory.row_entries]
 
     @property
     def row_shape(self) -> tuple[int, int] | None:
@@ -404,39 +376,16 @@ class Contents:
     @property
     def nbytes(self) -> int:
         """Bytes of all rows as they are kept, without documents, texts and quantizer."""
-        shape = self._state.settings.shape
-        if shape is None:
-            return 0
-        if self.layout.token_bytes:
-            [(size,)] = self.connection.rows("SELECT coalesce(sum(length(codes)), 0) FROM row")
-            return int(size)
-        lexical = 0
-        if self.layout.lexical_vectors:
-            [(lexical,)] = self.connection.rows(
-                "SELECT coalesce(sum(length(places) + length(weights)), 0) FROM overview"
-            )
-        return len(self.row_keys) * self.layout.row_bytes(*shape) + int(lexical)
+        return self._state.settings.bytes
 
     @property
     def phi(self) -> Tensor:
         """Memory tokens of all rows `[N, T, D]`.
 
         Raises:
-            BankError: for an empty bank, and for a bank of codes; so do `read` and `take`.
+            BankError: for an empty bank, and for a bank of codes; so does `take`.
         """
-        return self.read(0, self._rows())
-
-    def read(self, start: int, stop: int) -> Tensor:
-        """Memory tokens `[stop - start, T, D]` of consecutive rows.
-
-        Raises:
-            BankError: for an empty bank.
-            IndexError: for rows that the bank does not have.
-        """
-        rows = self._rows()
-        if not 0 <= start <= stop <= rows:
-            raise IndexError(f"rows {start} to {stop} of a bank with {rows} rows")
-        return self._phi(self.row_keys[start:stop].tolist())
+        return self.take(torch.arange(len(self.row_keys)))
 
     def take(self, index: Tensor) -> Tensor:
         """Memory tokens `[n, T, D]` of some rows.
@@ -448,7 +397,9 @@ class Contents:
             BankError: for an empty bank.
             IndexError: for rows that the bank does not have.
         """
-        rows = self._rows()
+        rows = len(self.row_keys)
+        if not rows:
+            raise BankError("the memory bank is empty; adapt to some documents first")
         if len(index) and not 0 <= int(index.min()) <= int(index.max()) < rows:
             raise IndexError(f"rows {int(index.min())} to {int(index.max())} of a bank with {rows} rows")
         return self._phi(self.row_keys[index].tolist())
@@ -465,16 +416,20 @@ class Contents:
         shape = self._state.settings.shape
         if shape is None:
             raise BankError(f"the memory tokens were deleted from {self.path or 'this bank'} since")
-        kept = self._kept(keys)
-        try:
-            codes, places, weights = ([kept[key][column] for key in keys] for column in (0, 3, 4))
-            found = self.layout.decode(self.layout.unpack(codes, places, weights, *shape), self.quantizer)
-            # A sum costs little, and tells that all numbers are finite.
-            if not found.sum().isfinite() and not found.isfinite().all():
-                raise ValueError("a number is not finite")
-            return found
-        except (ValueError, TypeError, RuntimeError, IndexError) as error:
-            raise self._damaged(keys[0], f"they are not what was written: {error}") from error
+        # numpy asks the system for large pages, and torch does not: the first write to each page costs a fault.
+        tokens, width = shape[0] + self.layout.lexical_vectors, shape[1]
+        found = torch.from_numpy(np.empty((len(keys), tokens, width), dtype=np.float32))
+        step = max(1, _BLOBS // self.layout.row_bytes(*shape))
+        for some, out in zip((keys[first : first + step] for first in range(0, len(keys), step)), found.split(step)):
+            _, places, weights, codes = zip(*self._kept(some))
+            try:
+                self.layout.decode(self.layout.unpack(codes, places, weights, *shape), self.quantizer, out=out)
+                # A sum costs little, and tells that all numbers are finite.
+                if not out.sum().isfinite() and not out.isfinite().all():
+                    raise ValueError("a number is not finite")
+            except (ValueError, TypeError, RuntimeError, IndexError) as error:
+                raise self._damaged(some[0], f"they are not what was written: {error}") from error
+        return found
 
     def codes(self, keys: Sequence[int]) -> list[Tensor]:
         """The codes of rows by their keys, uint8 `[n, B]` each, in a bank of codes.
@@ -487,11 +442,11 @@ class Contents:
             DamageError: when one is not what was written.
         """
         self._check_holds_codes()
-        kept = self._kept(keys)
-        for key in keys:
-            self._check_length(key, kept[key][-1], len(kept[key][0]))
-        shape = (-1, self.layout.token_bytes)
-        return [torch.frombuffer(bytearray(kept[key][0]), dtype=torch.uint8).view(shape) for key in keys]
+        found = []
+        for key, (tokens, _, _, codes) in zip(keys, self._kept(keys), strict=True):
+            self._check_length(key, tokens, len(codes))
+            found.append(torch.frombuffer(bytearray(codes), dtype=torch.uint8).view(-1, self.layout.token_bytes))
+        return found
 
     def token_counts(self, keys: Sequence[int]) -> list[int]:
         """The number of tokens of rows by their keys, in a bank of codes, without reading their codes.
@@ -500,12 +455,10 @@ class Contents:
             BankError, DamageError: as `codes`; but what only the checksum of the codes tells is not found.
         """
         self._check_holds_codes()
-        found = self._by_key("SELECT key, tokens, length(codes) FROM row", keys)
-        for key in keys:
-            if key not in found:
-                raise self._missing(key)
-            self._check_length(key, *found[key])
-        return [found[key][0] for key in keys]
+        found = self._of_rows("tokens, length(codes)", keys)
+        for key, (tokens, size) in zip(keys, found, strict=True):
+            self._check_length(key, tokens, size)
+        return [tokens for tokens, _ in found]
 
     def rows_of(self, document_ids: Iterable[str]) -> dict[str, list[int]]:
         """The keys of the rows of each document, in their order; documents that the bank does not hold are left out.
@@ -513,10 +466,9 @@ class Contents:
         Documents that were merged have the same rows.
         """
         names = [name for name in dict.fromkeys(document_ids) if isinstance(name, str) and fault_of(name) is None]
-        statement = f"SELECT id, sequence, rows FROM document JOIN entry ON sequence = key >> {PART_BITS}"
-        found = {name: span for name, *span in self.connection.rows_in(f"{statement} WHERE id IN ({{}})", names)}
-        firsts = {name: (found[name][0] << PART_BITS, found[name][1]) for name in names if name in found}
-        return {name: list(range(first, first + rows)) for name, (first, rows) in firsts.items()}
+        found = self.connection.rows_in("SELECT id, key, rows FROM document WHERE id IN ({})", names)
+        spans = {name: (span(key >> PART_BITS)[0], rows) for name, key, rows in found}
+        return {name: list(range(spans[name][0], sum(spans[name]))) for name in names if name in spans}
 
     def documents_of(self, keys: Iterable[int]) -> dict[int, str]:
         """The id of the document that each of some rows was made of, by the row's key; see `row_keys`.
@@ -535,40 +487,27 @@ class Contents:
         if tokens < 1 or tokens * self.layout.token_bytes != size:
             raise self._damaged(key, f"{tokens:,} tokens of {self.layout.token_bytes:,} bytes in {size:,} bytes")
 
-    def _kept(self, keys: Sequence[int]) -> dict[int, list[Any]]:
-        """What is kept of rows, by key (`_read_rows`), if their checksums are right; errors as `_phi`."""
-        kept = self._read_rows(keys)
-        for key in keys:
-            if key not in kept:
-                raise self._missing(key)
-            codes, crc, summary, places, weights, overview, _ = kept[key]
-            if zlib.crc32(codes) != crc:
+    def _kept(self, keys: Sequence[int]) -> list[tuple[int, bytes, bytes, bytes]]:
+        """Number of tokens, places, weights and codes of rows, if their checksums are right; errors as `_phi`."""
+        kept = []
+        for key, (crc, *row) in zip(keys, self._of_rows("crc, tokens, places, weights, codes", keys), strict=True):
+            tokens, places, weights, codes = row
+            if row_crc(codes, places, weights) != crc:
                 raise self._damaged(key, "their checksum differs")
-            if self.layout.lexical_vectors and (overview is None or overview_crc(summary, places, weights) != overview):
-                raise self._damaged(key, "the checksum of their lexical vectors differs")
+            kept.append((tokens, places, weights, codes))
         return kept
 
-    def _read_rows(self, keys: Sequence[int]) -> dict[int, list[Any]]:
-        """By key: codes and their checksum, summary, places and weights and their checksum, number of tokens."""
-        fields, source = "row.key, codes, row.crc, x'', x'', x'', NULL, tokens", "row"
-        if self.layout.lexical_vectors:
-            fields = "row.key, codes, row.crc, summary, places, weights, overview.crc, tokens"
-            source = "row LEFT JOIN overview ON overview.key = row.key"
-        return self._by_key(f"SELECT {fields} FROM {source}", keys)
-
-    def _by_key(self, select: str, keys: Sequence[int]) -> dict[int, list[Any]]:
-        """What a query that begins with the key finds of rows, by key."""
-        statement = f"{select} WHERE row.key"
-        found: Iterable[Any]
-        if len(keys) > 1 and list(keys) == list(range(keys[0], keys[0] + len(keys))):
-            found = self.connection.rows(f"{statement} BETWEEN ? AND ?", (keys[0], keys[-1]))
-        else:
-            found = self.connection.rows_in(f"{statement} IN ({{}})", list(dict.fromkeys(keys)))
-        return {key: blobs for key, *blobs in found}
+    def _of_rows(self, columns: str, keys: Sequence[int]) -> list[tuple[Any, ...]]:
+        """Some columns of rows by their keys."""
+        statement = f"SELECT key, {columns} FROM row WHERE key IN ({{}})"
+        found = {row[0]: row[1:] for row in self.connection.rows_in(statement, list(dict.fromkeys(keys)))}
+        for key in keys:
+            if key not in found:
+                raise self._missing(key)
+        return [found[key] for key in keys]
 
     def _missing(self, key: int) -> BankError:
-        named = self.connection.rows("SELECT count(*) FROM document WHERE key >> ? = ?", (PART_BITS, key >> PART_BITS))
-        if named[0][0]:
+        if self._ids_of(key):
             return self._damaged(key, "they are missing")
         return BankError(f"the {self._what} were deleted from {self.path or 'this bank'} since")
 
@@ -576,10 +515,13 @@ class Contents:
     def _what(self) -> str:
         return "codes" if self.layout.token_bytes else "memory tokens"
 
+    def _ids_of(self, key: int) -> list[str]:
+        """The documents that a row stands for."""
+        found = self.connection.rows("SELECT id FROM document WHERE key >= ? AND key <= ?", span(key >> PART_BITS))
+        return [name for (name,) in found]
+
     def _damaged(self, key: int, fault: str) -> DamageError:
-        entry = key >> PART_BITS
-        found = self.connection.rows("SELECT id FROM document WHERE key >= ? AND key < ?", _span(entry))
-        names = ", ".join(f"{name!r:.80}" for (name,) in found[:3]) or f"entry {entry:,}"
+        names = ", ".join(f"{name!r:.80}" for name in self._ids_of(key)[:3]) or f"entry {key >> PART_BITS:,}"
         return DamageError(f"{self.connection.path} is damaged: the {self._what} of {names}: {fault}{_REMEDY}")
 
     def overview(self, first: int = 0) -> Iterator[Summaries]:
@@ -599,24 +541,19 @@ class Contents:
         for start in range(first, len(self.row_keys), _SUMMARIES):
             wanted = self.row_keys[start : start + _SUMMARIES]
             found = self.connection.rows(
-                "SELECT key, summary, places, weights, crc FROM overview WHERE key >= ? AND key <= ? ORDER BY key",
+                "SELECT key, overview_crc, summary, places, weights FROM row WHERE key >= ? AND key <= ? ORDER BY key",
                 (int(wanted[0]), int(wanted[-1])),
             )
             assert shape is not None
             try:
                 if [key for key, *_ in found] != wanted.tolist():
                     raise ValueError("summaries of rows are missing")
-                if any(overview_crc(*blobs) != crc for _, *blobs, crc in found):
+                if any(row_crc(*blobs) != crc for _, crc, *blobs in found):
                     raise ValueError("the checksum of a summary differs")
-                summary, places, weights = zip(*(blobs for _, *blobs, _ in found))
+                _, _, summary, places, weights = zip(*found)
                 yield self.layout.unpack_summaries(summary, places, weights, *shape)
             except (ValueError, TypeError, RuntimeError) as error:
                 raise DamageError(f"{self.connection.path} is damaged: {error}; restore it from a backup") from error
-
-    def _rows(self) -> int:
-        if not len(self.row_keys):
-            raise BankError("the memory bank is empty; adapt to some documents first")
-        return len(self.row_keys)
 
     def _find(self, document_id: str) -> int | None:
         """The key of a document; None if there is none."""
@@ -707,6 +644,7 @@ class MemoryBank(Contents):
     def __init__(self, fingerprint: str, *, keep_texts: bool = False, rows: RowDtype | None = None) -> None:
         settings = Settings(fingerprint=fingerprint, keep_texts=keep_texts, layout=RowLayout(dtype=rows))
         self._uncreated: Path | None = None  # file in which the first commit creates the bank
+        self._initial = settings
         self._begin(Database.temporary(settings.by_name))
 
     def _begin(self, database: Database) -> None:
@@ -717,7 +655,7 @@ class MemoryBank(Contents):
         self._name = secrets.token_hex(8)  # of this writer
         self._has_written = False  # its name is in the file
         self._is_unclean = False  # something that was deleted is in the log
-        self._added: list[Record] = []
+        self._added: list[Entry] = []
         self._removed: set[int] = set()
         self._unused = 0  # numbers below were those of entries that a rollback has taken back
         self._touched: set[int] = set()  # entries that were deleted or described anew since the last commit
@@ -944,7 +882,9 @@ class MemoryBank(Contents):
                 the documents or the bank, or a disk that refuses them.
         """
         self._check_writable()
-        entries = self._checked(documents, phi, rows)
+        entries = new_entries(documents, rows, len(phi), keep_texts=self.keep_texts)
+        if not entries:
+            return ()
         encoded = self._encoded(phi, summarise)
         names = dict.fromkeys(document.id for document in documents)
         with self.changing() as link:
@@ -952,21 +892,6 @@ class MemoryBank(Contents):
             removed = self._delete(link, replaced)
             self._insert(link, encoded, entries)
         return tuple(name for name in removed if name not in names)
-
-    def check_put(
-        self,
-        documents: Sequence[Document],
-        phi: NewRows,
-        rows: Sequence[int] | None = None,
-        *,
-        summarise: Summarise | None = None,
-    ) -> None:
-        """Raises what `put` would raise, and changes nothing."""
-        self._checked(documents, phi, rows)
-        self._encoded(phi, summarise)
-
-    def _checked(self, documents: Sequence[Document], phi: NewRows, rows: Sequence[int] | None) -> list[NewEntry]:
-        return new_entries(documents, rows, len(phi), keep_texts=self.keep_texts)
 
     def describe(self, documents: Sequence[Document]) -> None:
         """Gives documents other metadata, such as another date. Their memory tokens and texts stay as they are.
@@ -984,18 +909,20 @@ class MemoryBank(Contents):
         members = described_members(documents, lambda name: self[name].members)
         if not members:
             return
-        keys = {name: self._found(name) for name in members}
-        sequences = sorted({key >> PART_BITS for key in keys.values()})
+        sequences = sorted({self._found(name) >> PART_BITS for name in members})
         with self.changing() as link:
+            held = link.rows_in("SELECT key, rows, id FROM document WHERE id IN ({})", list(members))
+            described = [_document_row(key, rows, members[name]) for key, rows, name in held]
             link.write(
-                "UPDATE document SET content_hash = ?, metadata = ?, added = ?, crc = ?, hash = ?, moment = ?, "
-                "supersedes = ?, index_crc = ? WHERE key = ?",
-                [(*_document_fields(keys[name], member)[1:], keys[name]) for name, member in members.items()],
+                "UPDATE document SET (id, content_hash, metadata, added, crc, rows, hash, moment, supersedes, "
+                "index_crc) = (?, ?, ?, ?, ?, ?, ?, ?, ?, ?) WHERE key = ?",
+                [(*row, key) for key, *row in described],
             )
         self._touched.update(sequences)
         self._removed.update(sequences)
         state = self._now
-        self._state = state._replace(directory=state.directory.with_entries(self.connection, sequences))
+        entries = Directory.read(self.connection, map(span, sequences))
+        self._state = state._replace(directory=state.directory.joined(entries))
         self.version += 1
 
     def merge(self, document_ids: Iterable[str], phi: Tensor) -> None:
@@ -1060,37 +987,21 @@ class MemoryBank(Contents):
         link.write("DELETE FROM bm25_word WHERE number = ?", [(number,) for number in unused.tolist()])
         self.index_version += 1
 
-    def restore(self, entries: Iterable[BankEntry]) -> None:
-        """Appends entries of another bank.
-
-        Args:
-            entries: the entries. This bank must hold none of their documents.
-
-        Raises:
-            BankError: when this bank holds one of the documents, or memory tokens or codes do not fit it. Entries that
-                came before it are there, uncommitted.
-        """
-        self._check_writable()
-        for entry in entries:
-            for member in entry.members:
-                if member.document_id in self:
-                    raise BankError(f"this bank holds document {member.document_id!r} already; delete it first")
-            encoded = self._encoded(entry.memory)
-            with self.changing() as link:
-                self._insert(link, encoded, [NewEntry(entry.rows, entry.members, entry.texts)])
-
-    def _encoded(self, phi: NewRows, summarise: Summarise | None = None) -> Rows | CodedRows:
+    def _encoded(self, phi: NewRows, summarise: Summarise | None = None) -> Rows:
         """Memory tokens as the bank keeps them; codes as they are."""
         if not isinstance(phi, Tensor):
             codes = self._checked_codes(phi)
-            if not self.layout.token_bytes or not self.layout.summary:
-                return CodedRows(codes, torch.empty(len(codes), 0))
-            if summarise is None:
-                raise BankError(
-                    f"this bank keeps a summary of {self.layout.summary} numbers beside the codes of each row, and "
-                    "none was given; adapt to the documents with their model (MACEngine.adapt)"
-                )
-            return CodedRows(codes, summarise(codes))
+            layout = self.layout if self.layout.token_bytes else RowLayout(token_bytes=codes[0].shape[1])
+            summaries = torch.empty(len(codes), 0)
+            if layout.summary:
+                if summarise is None:
+                    raise BankError(
+                        f"this bank keeps a summary of {layout.summary} numbers beside the codes of each row, and none "
+                        "was given; adapt to the documents with their model (MACEngine.adapt)"
+                    )
+                summaries = summarise(codes)
+            coded = {"codes": torch.cat(codes), "tokens": torch.tensor([len(one) for one in codes])}
+            return layout.summarised(coded, summaries)
         if self.layout.token_bytes:
             raise BankError(
                 f"memory tokens of shape {list(phi.shape[1:])} do not fit this bank, whose rows are codes of "
@@ -1186,15 +1097,14 @@ class MemoryBank(Contents):
         self._is_unclean |= erases
         link = self._database.writer
         assert link is not None
-        added, removed, touched, state = len(self._added), set(self._removed), set(self._touched), self._state
+        before = list(self._added), set(self._removed), set(self._touched), self._state
         self._begin_transaction(link)
         link.write("SAVEPOINT step")
         try:
             yield link
             link.write("RELEASE step")
         except BaseException:
-            del self._added[added:]
-            self._removed, self._touched, self._state = removed, touched, state
+            self._added, self._removed, self._touched, self._state = before
             try:
                 link.write("ROLLBACK TO step")
                 link.write("RELEASE step")
@@ -1224,71 +1134,61 @@ class MemoryBank(Contents):
 
     def _delete(self, link: Connection, sequences: Sequence[int]) -> tuple[str, ...]:
         """Deletes entries; returns the ids of all their documents."""
-        spans = [_span(sequence) for sequence in sequences]
-        names = [
-            name
-            for span in spans
-            for (name,) in link.rows("SELECT id FROM document WHERE key >= ? AND key < ? ORDER BY key", span)
-        ]
+        spans = list(map(span, sequences))
+        statement = "SELECT id FROM document WHERE key >= ? AND key <= ? ORDER BY key"
+        names = [name for keys in spans for (name,) in link.rows(statement, keys)]
         if self.keep_texts:
             link.write(_TAKE_TEXT, [(name,) for name in names])
+        size = "length(summary) + length(places) + length(weights) + length(codes)"
+        statement = f"SELECT coalesce(sum({size}), 0) FROM row WHERE key >= ? AND key <= ?"
+        deleted = sum(link.rows(statement, keys)[0][0] for keys in spans)
         for table in ("document", "row"):
-            link.write(f"DELETE FROM {table} WHERE key >= ? AND key < ?", spans)
-        link.write("DELETE FROM entry WHERE sequence = ?", [(sequence,) for sequence in sequences])
+            link.write(f"DELETE FROM {table} WHERE key >= ? AND key <= ?", spans)
         self._removed.update(sequences)
         self._touched.update(sequences)
-        if sequences and not link.rows("SELECT 1 FROM entry LIMIT 1"):
-            self._set(shape=None)
+        settings = self._state.settings
+        left = settings.documents - len(names)
+        self._set(documents=left, bytes=max(0, settings.bytes - deleted), shape=settings.shape if left else None)
         return tuple(names)
 
-    def _insert(self, link: Connection, rows: Rows | CodedRows, entries: Sequence[NewEntry]) -> None:
+    def _insert(self, link: Connection, rows: Rows, entries: Sequence[NewEntry]) -> None:
         """Writes entries with their rows."""
-        if not entries:
-            return
-        if isinstance(rows, CodedRows) and not self.layout.token_bytes:
-            self._set(layout=RowLayout(token_bytes=rows.codes[0].shape[1]))
-        settings = self._state.settings
         shape = self.layout.row_shape(rows)
+        if "codes" in rows and not self.layout.token_bytes:
+            self._set(layout=RowLayout(token_bytes=shape[1]))
+        settings = self._state.settings
         first = max(settings.next_sequence, self._unused)
-        records = [Record(number, entry.rows, entry.members) for number, entry in enumerate(entries, first)]
-        link.write(
-            "INSERT INTO entry VALUES (?, ?, ?, ?)",
-            [
-                (*numbers, index_crc(*numbers))
-                for numbers in ((one.sequence, one.rows, len(one.members)) for one in records)
-            ],
-        )
+        records = [Entry(entry.members, number, entry.rows) for number, entry in enumerate(entries, first)]
         keyed = [
-            (record.sequence << PART_BITS | number, member, text)
+            (record.sequence << PART_BITS | number, record.rows, member, text)
             for record, entry in zip(records, entries)
             for number, (member, text) in enumerate(zip(record.members, entry.texts))
         ]
         link.write(
-            "INSERT INTO document VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
-            [(key, *_document_fields(key, member)) for key, member, _ in keyed],
+            "INSERT INTO document VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+            [_document_row(key, rows_of, member) for key, rows_of, member, _ in keyed],
         )
         if self.keep_texts:
-            kept = [(key, text) for key, _, text in keyed if text is not None]
+            kept = [(key, text) for key, _, _, text in keyed if text is not None]
             link.write("INSERT INTO text VALUES (?, ?)", kept)
             link.write(
                 "UPDATE bm25_document SET text = NULL WHERE id = ? AND text = ?",
-                [(member.document_id, text) for _, member, text in keyed],
+                [(member.document_id, text) for _, _, member, text in keyed],
             )
         keys = [record.sequence << PART_BITS | number for record in records for number in range(record.rows)]
-        packed: list[PackedRow] = self.layout.pack(rows)
-        crcs = [row.crcs for row in packed]
-        tokens = [shape[0]] * len(packed) if isinstance(rows, Rows) else [len(codes) for codes in rows.codes]
+        packed = self.layout.pack(rows)
+        crcs = [(row_crc(row.codes, row.places, row.weights), row_crc(*row[1:4])) for row in packed]
         link.write(
-            "INSERT INTO row VALUES (?, ?, ?, ?)",
-            ((key, n, row.codes, crc) for key, n, row, (crc, _) in zip(keys, tokens, packed, crcs, strict=True)),
+            "INSERT INTO row VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
+            ((key, row.tokens, *both, *row[1:]) for key, row, both in zip(keys, packed, crcs, strict=True)),
         )
-        if self.layout.summary or self.layout.lexical_vectors:
-            link.write(
-                "INSERT INTO overview VALUES (?, ?, ?, ?, ?)",
-                ((key, *row[1:], crc) for key, row, (_, crc) in zip(keys, packed, crcs, strict=True)),
-            )
         self._added += records
-        self._set(next_sequence=first + len(records), shape=shape)
+        self._set(
+            next_sequence=first + len(records),
+            documents=settings.documents + len(keyed),
+            bytes=settings.bytes + sum(len(blob) for row in packed for blob in row[1:]),
+            shape=shape,
+        )
 
     def commit(self, intent: Intent | None = None) -> None:
         """Writes all changes to disk; no crash undoes them afterwards. For a bank in memory, nothing is written.
@@ -1299,16 +1199,14 @@ class MemoryBank(Contents):
 
         Raises:
             BankError: when the bank is not open for writing, or the disk refuses the write. The bank on disk is what it
-                was, and so is this one: the changes are dropped.
+                was, and so is this one: the changes are dropped. If the file of `create_on_commit` cannot be made, they
+                stay until `rollback`, so that `commit` can try again.
         """
         self._check_writable()
         if intent is not None:
             self._set(intent=intent)
-        if self._uncreated is not None:
-            self._create_now(self._uncreated)
-            return
         link, settings = self.connection, self._state.settings
-        if not link.in_transaction and settings == self._committed.settings:
+        if not link.in_transaction and settings == self._committed.settings and self._uncreated is None:
             return
         settings = settings.model_copy(update={"version": settings.version + 1})
         is_cleaned = bool(self._touched) or self._is_unclean
@@ -1324,7 +1222,10 @@ class MemoryBank(Contents):
             except BaseException:
                 self.rollback()
                 raise
-        if is_cleaned:
+        if self._uncreated is not None:
+            self._replace(Database.create(self._uncreated, self._pinned().connection))
+            self._uncreated = None
+        elif is_cleaned:
             self._clean()
 
     def _settle(self, settings: Settings) -> None:
@@ -1345,21 +1246,23 @@ class MemoryBank(Contents):
             remove_keys_file(self._database.path)
             self._is_unclean = not self.connection.clean(wait=False)
 
-    def _create_now(self, path: Path) -> None:
-        """Puts a bank that was in memory into a file."""
-        assert self._database is not None
-        settings = self._now.settings.model_copy(update={"version": 1})
-        self.connection.write("INSERT OR REPLACE INTO writer VALUES (1, ?)", [(self._name,)])
-        database = Database.create(path, self.connection, settings.by_name)
-        self._database.close()
-        version = self.version
-        self._uncreated = None
+    def _replace(self, database: Database) -> None:
+        """Goes on with another file."""
+        former, version = self._database, self.version
+        unused = max(self._unused, self._state.settings.next_sequence)
         self._begin(database)
         self.version = self._committed_version = version + 1
+        self._unused = unused
+        if former is not None:
+            former.close()
 
     def rollback(self) -> None:
         """Drops all changes since the last commit."""
         if self._database is None or self._database.writer is None:
+            return
+        if self._uncreated is not None and self._committed.settings.version:  # its file could not be made
+            self._replace(Database.temporary(self._initial.by_name))
+            self.index_version += 1
             return
         with self._settled:
             self.connection.end()
@@ -1532,8 +1435,8 @@ def _read_state(link: Connection, former: State | None) -> State:
     base = base.without(changed)
     if changed:
         keys = None
-        base = base.with_entries(link, [one for one in changed if one < known.next_sequence])
-    base = base.joined(Directory.read(link, f"sequence >= {known.next_sequence}"))
+        base = base.joined(Directory.read(link, [span(one) for one in changed if one < known.next_sequence]))
+    base = base.joined(Directory.read(link, [(span(known.next_sequence)[0], ALL_KEYS[1])]))
     return State(settings, _checked_directory(link, base, settings), quantizer, writer, keys)
 
 
@@ -1544,8 +1447,8 @@ def _checked_directory(link: Connection, directory: Directory, settings: Setting
         DamageError: when it does not.
     """
     [(pages,)], [(size,)] = link.rows("PRAGMA page_count"), link.rows("PRAGMA page_size")
-    shape, rows, sequences = settings.shape, int(directory.timeline.rows.sum()), directory.sequences
-    is_sound = (shape is None) == (not len(sequences))
+    shape, rows, sequences = settings.shape, int(directory.rows.sum()), directory.sequences
+    is_sound = directory.documents == settings.documents and (shape is None) == (not len(sequences))
     if is_sound and shape is not None:
         is_sound = int(sequences[-1]) < settings.next_sequence
         is_sound &= rows * settings.layout.row_bytes(*shape) <= pages * size
@@ -1599,19 +1502,14 @@ def has_commit(link: Connection, version: int, writer: str, *, latest: bool = Fa
     return (version == int(last) if latest else version <= int(last)) and writer_at(link, version) == writer
 
 
-def _document_fields(key: int, member: Member) -> tuple[Any, ...]:
-    """The columns of a document after its key."""
+def _document_row(key: int, rows: int, member: Member) -> tuple[Any, ...]:
+    """The columns of a document."""
     metadata = json.dumps(dict(member.metadata))
     hashes = b"".join(id_hash(name).to_bytes(8, "little", signed=True) for name in member.supersedes)
     fields = (member.document_id, member.content_hash, metadata, member.added)
-    hashed, moment = id_hash(member.document_id), member.moment
-    return (*fields, _crc(*fields), hashed, moment, hashes, index_crc(key, hashed, moment, data=hashes))
+    index = (rows, id_hash(member.document_id), member.moment)
+    return (key, *fields, _crc(*fields), *index, hashes, index_crc(key, *index, data=hashes))
 
 
 def _crc(*fields: str) -> int:
     return zlib.crc32("\0".join(fields).encode("utf-8", "surrogatepass"))
-
-
-def _span(sequence: int) -> tuple[int, int]:
-    """The first key of an entry, and the first one after it."""
-    return sequence << PART_BITS, (sequence + 1) << PART_BITS

@@ -1,11 +1,9 @@
 """The file of a bank: a SQLite database with its schema, its connections and its errors.
 
     setting         what holds for the whole bank, by name, as JSON
-    entry           the entries, in the order of arrival
-    document        the documents of the entries, without their texts
+    document        the documents of the entries, in the order of arrival, without their texts
     text            their texts, in a bank that keeps texts
-    row             the memory tokens
-    overview        what is read of every row before the first question
+    row             the memory tokens, and what is read of every row before the first question
     codebook        with rows pq, what their codes are looked up in
     change          which entries were deleted or described anew, and in which commit
     writer          which writer has made the commits from one on
@@ -13,7 +11,8 @@
     bm25_document   the documents of the index, each with its words; a text that `text` holds is only there
     bm25_word       the words of the index
 
-The key of a document or row is the number of its entry times 2 ** 16, and its number within the entry. The database has
+The key of a document or row is the number of its entry times 2 ** 16, and its number within the entry. Each document
+of an entry has the number of its rows. The database has
 a write-ahead log: readers see one commit while a writer makes the next. One process at a time writes; it holds the lock
 of the file `<bank>-lock`, which names it.
 """
@@ -31,7 +30,7 @@ import threading
 import weakref
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import closing, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -49,16 +48,14 @@ APPLICATION = 0x4D414342
 SCHEMA_VERSION = 1
 SCHEMA = (
     "CREATE TABLE setting (name TEXT PRIMARY KEY, value TEXT NOT NULL) STRICT, WITHOUT ROWID",
-    "CREATE TABLE entry (sequence INTEGER PRIMARY KEY, rows INTEGER NOT NULL, documents INTEGER NOT NULL, "
-    "crc INTEGER NOT NULL) STRICT",
     "CREATE TABLE document (key INTEGER PRIMARY KEY, id TEXT NOT NULL UNIQUE, content_hash TEXT NOT NULL, "
-    "metadata TEXT NOT NULL, added TEXT NOT NULL, crc INTEGER NOT NULL, hash INTEGER NOT NULL, "
+    "metadata TEXT NOT NULL, added TEXT NOT NULL, crc INTEGER NOT NULL, rows INTEGER NOT NULL, hash INTEGER NOT NULL, "
     "moment INTEGER NOT NULL, supersedes BLOB NOT NULL, index_crc INTEGER NOT NULL) STRICT",
     "CREATE TABLE text (document INTEGER PRIMARY KEY REFERENCES document ON DELETE CASCADE, text TEXT NOT NULL) STRICT",
-    "CREATE TABLE row (key INTEGER PRIMARY KEY, tokens INTEGER NOT NULL, codes BLOB NOT NULL, "
-    "crc INTEGER NOT NULL) STRICT",
-    "CREATE TABLE overview (key INTEGER PRIMARY KEY REFERENCES row ON DELETE CASCADE, summary BLOB NOT NULL, "
-    "places BLOB NOT NULL, weights BLOB NOT NULL, crc INTEGER NOT NULL) STRICT",
+    # The codes come last: what fits into a page of the table before them is read without them.
+    "CREATE TABLE row (key INTEGER PRIMARY KEY, tokens INTEGER NOT NULL, crc INTEGER NOT NULL, "
+    "overview_crc INTEGER NOT NULL, summary BLOB NOT NULL, places BLOB NOT NULL, weights BLOB NOT NULL, "
+    "codes BLOB NOT NULL) STRICT",
     "CREATE TABLE codebook (number INTEGER PRIMARY KEY CHECK (number = 1), data BLOB NOT NULL, "
     "crc INTEGER NOT NULL) STRICT",
     "CREATE TABLE change (version INTEGER NOT NULL, entry INTEGER NOT NULL, PRIMARY KEY (version, entry)) "
@@ -172,7 +169,6 @@ class Connection:
                 f"{sqlite3.sqlite_version}; take a later build of Python"
             )
         self.path = path
-        self._writes = write
         self._process = os.getpid()
         self._synchronous = "FULL" if durable else "OFF"
         self._turn = threading.RLock()
@@ -227,13 +223,13 @@ class Connection:
             connection.execute("PRAGMA query_only = ON")
         connection.execute("SELECT count(*) FROM sqlite_schema").fetchall()  # fails here rather than later
 
-    def rows(self, statement: str, values: Values = (), what: str = "read") -> list[Any]:
+    def rows(self, statement: str, values: Values = ()) -> list[Any]:
         """Executes a statement, and returns all rows of its result.
 
         Raises:
             BankError: see `database_errors`.
         """
-        with self._turn, database_errors(self.path, what):
+        with self._turn, database_errors(self.path, "read"):
             return self._connection.execute(statement, values).fetchall()
 
     def rows_in(self, statement: str, values: Values) -> Iterator[Any]:
@@ -276,11 +272,6 @@ class Connection:
             BankError: see `database_errors`; there may be an incomplete file.
         """
         with self._turn, database_errors(self.path, f"copied to {path}"):
-            if self._writes and self.in_transaction:  # SQLite's backup would wait for the end of the transaction
-                _new_file(path, [])
-                with closing(sqlite3.connect(path, isolation_level=None)) as target:
-                    _copy_rows(self._connection, target)
-                return
             os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
             target = sqlite3.connect(path, isolation_level=None)
             try:
@@ -403,7 +394,7 @@ class Database:
         Args:
             path: the file.
             source: what it holds: a copy of another bank; None for nothing but settings.
-            settings: all settings by name; none to keep those of the copy.
+            settings: all settings by name, without a source.
 
         Raises:
             BankError: when there is something of this name, or the file cannot be written.
@@ -422,7 +413,6 @@ class Database:
                     _new_file(unfinished, settings)
                 else:
                     source.copy_to(unfinished)
-                    _put_settings(unfinished, settings)
                 if exists(path):
                     raise BankError(f"{path} has come meanwhile; choose another name")
                 _remove(path)  # the log of a bank that was removed would become a part of this one
@@ -601,28 +591,6 @@ def _new_file(path: Path, settings: Iterable[tuple[str, Any]], *, durable: bool 
         connection.execute("BEGIN")
         for statement in SCHEMA:
             connection.execute(statement)
-        connection.executemany(PUT_SETTING, setting_rows(settings))
-        connection.execute("COMMIT")
-    finally:
-        connection.close()
-
-
-def _copy_rows(source: sqlite3.Connection, target: sqlite3.Connection) -> None:
-    """Copies the rows of all tables to an empty database of the same schema."""
-    target.execute("PRAGMA synchronous = FULL")
-    target.execute("BEGIN")
-    for (table,) in source.execute("SELECT name FROM sqlite_schema WHERE type = 'table'").fetchall():
-        rows = source.execute(f"SELECT * FROM {table}")
-        target.executemany(f"INSERT INTO {table} VALUES ({','.join('?' * len(rows.description))})", rows)
-    target.execute("COMMIT")
-
-
-def _put_settings(path: Path, settings: Iterable[tuple[str, Any]]) -> None:
-    """Changes settings of a database that nobody else uses yet."""
-    connection = sqlite3.connect(path, isolation_level=None)
-    try:
-        connection.execute("PRAGMA synchronous = FULL")
-        connection.execute("BEGIN")
         connection.executemany(PUT_SETTING, setting_rows(settings))
         connection.execute("COMMIT")
     finally:

@@ -19,8 +19,8 @@ Texts: TypeAlias = tuple[str | None, ...]  # the text of each document of an ent
 
 
 @dataclass(frozen=True)
-class Described:
-    """What is known of an entry beside its memory tokens: one document, or several that were merged.
+class Entry:
+    """An entry of a bank, wherever its memory tokens lie: one document, or several that were merged.
 
     Attributes:
         members: the documents of the entry, in the order of arrival.
@@ -33,9 +33,24 @@ class Described:
     rows: int
 
     @property
+    def phi(self) -> Tensor:
+        """Memory tokens `[rows, T, D]` of the entry, read at each access."""
+        raise NotImplementedError
+
+    @property
+    def texts(self) -> Texts:
+        """The kept text of each member, read at each access; None where the bank keeps none."""
+        raise NotImplementedError
+
+    @property
     def document_id(self) -> str:
         """Id of the first document."""
         return self.members[0].document_id
+
+    @property
+    def document_ids(self) -> tuple[str, ...]:
+        """Ids of all its documents."""
+        return tuple(member.document_id for member in self.members)
 
     @property
     def metadata(self) -> Mapping[str, Any]:
@@ -60,7 +75,7 @@ class Described:
 
 
 @dataclass(frozen=True)
-class BankEntry(Described):
+class BankEntry(Entry):
     """An entry of the bank: one document, or several that were merged.
 
     Attributes:

@@ -1,18 +1,19 @@
-"""What an engine asks of a bank, wherever the bank lies."""
+"""What an engine asks of a bank, wherever the bank lies; and a bank that one thread changes while others read it."""
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator, Mapping, Sequence
+import threading
+from collections.abc import Container, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Protocol, Self
+from typing import Protocol, Self
 
 from pydantic import BaseModel, ConfigDict
 from torch import Tensor
 
-from mac_rag.bank.directory import Timeline
-from mac_rag.bank.entries import Texts
+from mac_rag.bank.directory import Directory
+from mac_rag.bank.entries import Entry
 from mac_rag.bank.rows import NewRows
-from mac_rag.data.provenance import Member
 from mac_rag.data.types import Document
 
 
@@ -33,30 +34,6 @@ class Intent(BaseModel):
 
     def __bool__(self) -> bool:
         return bool(self.puts or self.deletes)
-
-
-class Entry(Protocol):
-    """An entry of a bank; see `mac_rag.bank.entries.BankEntry`."""
-
-    @property
-    def members(self) -> tuple[Member, ...]: ...
-
-    @property
-    def document_id(self) -> str: ...
-
-    @property
-    def metadata(self) -> Mapping[str, Any]: ...
-
-    @property
-    def rows(self) -> int: ...
-
-    @property
-    def phi(self) -> Tensor: ...
-
-    @property
-    def texts(self) -> Texts: ...
-
-    def place(self, document_id: str) -> int: ...
 
 
 class BankContents(Protocol):
@@ -87,7 +64,7 @@ class BankContents(Protocol):
     def supersedes(self) -> bool: ...
 
     @property
-    def timeline(self) -> Timeline: ...
+    def directory(self) -> Directory: ...
 
     def visible_rows(self, allowed: Container[str]) -> Tensor: ...
 
@@ -144,3 +121,50 @@ class Bank(BankContents, Protocol):
     def __enter__(self) -> Self: ...
 
     def __exit__(self, *error: object) -> None: ...
+
+
+class SharedBank:
+    """A bank, and the right to change it, which one thread has at a time. Nobody waits to read.
+
+    Examples:
+        >>> from mac_rag import MemoryBank
+        >>> shared = SharedBank(MemoryBank("fingerprint of the model"))
+        >>> with shared.changing():
+        ...     shared.bank.commit()  # whatever happens here, `latest` gives a commit
+        >>> len(shared.latest())
+        0
+
+    Args:
+        bank: the bank; the attribute may be replaced by another bank while nobody changes it.
+
+    Attributes:
+        changes: the number of changes that have begun or ended. It is odd while one is under way.
+    """
+
+    def __init__(self, bank: Bank) -> None:
+        self.bank = bank
+        self.changes = 0
+        self._right = threading.RLock()
+        self._look = threading.Lock()  # held for an instant
+
+    def latest(self) -> BankContents:
+        """The contents of the bank; while a thread changes it, those of its last commit."""
+        with self._look:
+            return self.bank.committed if self.changes % 2 else self.bank.snapshot()
+
+    @contextmanager
+    def changing(self) -> Iterator[None]:
+        """The right to change the bank; waits until no other thread has it."""
+        with self._right:
+            if self.changes % 2:  # by this very thread
+                yield
+                return
+            self._count()
+            try:
+                yield
+            finally:
+                self._count()
+
+    def _count(self) -> None:
+        with self._look:
+            self.changes += 1

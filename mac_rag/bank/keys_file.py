@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import zlib
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 import torch
@@ -19,14 +19,12 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from mac_rag.bank.database import KEYS, UNFINISHED
-from mac_rag.bank.directory import Dating, Directory, Timeline
+from mac_rag.bank.directory import Directory
 from mac_rag.bank.rows import Summaries
 from mac_rag.nn.prior import postings_of
 
-_COLUMNS = (
-    "sequences", "rows", "members", "hashes", "dates", "superseded", "superseding",
-    "summaries", "counts", "places", "weights", "posting_ends", "posting_rows", "posting_weights",
-)  # fmt: skip
+_DIRECTORY = tuple(field.name for field in fields(Directory))
+_COLUMNS = (*_DIRECTORY, *Summaries._fields[:-1], "posting_ends", "posting_rows", "posting_weights")
 
 
 @dataclass(frozen=True)
@@ -79,12 +77,11 @@ def write_keys_file(
     Raises:
         OSError: when the file cannot be written.
     """
-    timeline, dating = directory.timeline, directory.timeline.dating
-    kept = (summaries.summaries, summaries.counts, summaries.places, summaries.weights.float())
     tensors = (
-        directory.sequences, timeline.rows, timeline.members, timeline.hashes, dating.dates, dating.superseded,
-        dating.superseding, *kept, *postings_of(*kept[1:], lexical_width),
-    )  # fmt: skip
+        *(getattr(directory, name) for name in _DIRECTORY),
+        *summaries[:-1],
+        *postings_of(*summaries[1:-1], lexical_width),
+    )
     columns = {name: tensor.contiguous() for name, tensor in zip(_COLUMNS, tensors, strict=True)}
     about = {"version": commit[0], "writer": commit[1], "crc": _crc(columns, commit)}
     path = keys_path(bank)
@@ -110,12 +107,9 @@ def read_keys_file(bank: Path) -> KeysFile | None:
             return None
     except (OSError, SafetensorError, ValueError, KeyError, TypeError, RuntimeError):
         return None
-    sequences, rows, members, hashes, dates, superseded, superseding, summary, counts, places, weights, *postings = (
-        columns.values()
-    )
-    summaries = Summaries(summary, counts, places, weights, (postings[0], postings[1], postings[2]))
-    timeline = Timeline(hashes, Dating(dates, superseded, superseding), members, rows)
-    return KeysFile(version, writer, Directory(sequences, timeline), summaries)
+    *listed, summaries, counts, places, weights, ends, posting_rows, posting_weights = columns.values()
+    postings = ends, posting_rows, posting_weights
+    return KeysFile(version, writer, Directory(*listed), Summaries(summaries, counts, places, weights, postings))
 
 
 def remove_keys_file(bank: Path) -> None:

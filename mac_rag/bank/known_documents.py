@@ -7,28 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Collection, Container
 from functools import cached_property
-from typing import Protocol
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from mac_rag.bank.directory import Timeline, id_hashes
+from mac_rag.bank.directory import id_hashes
+from mac_rag.bank.interface import BankContents
 from mac_rag.data.dates import written
 from mac_rag.data.document_ids import HashedIds, id_hash
-
-
-class DatedContents(Protocol):
-    """What is asked of the contents of a bank here; see `mac_rag.bank.bank.Contents`."""
-
-    @property
-    def document_ids(self) -> list[str]: ...
-
-    @property
-    def timeline(self) -> Timeline: ...
-
-    def visible_rows(self, allowed: Container[str]) -> Tensor: ...
 
 
 class KnownDocuments(HashedIds, Container[str]):
@@ -45,20 +33,19 @@ class KnownDocuments(HashedIds, Container[str]):
         among: ids of the documents that may have any influence; None for all. Others supersede none either.
     """
 
-    def __init__(self, bank: DatedContents, as_of: int | None, among: Container[str] | None = None) -> None:
+    def __init__(self, bank: BankContents, as_of: int | None, among: Container[str] | None = None) -> None:
         self.bank = bank
         self.as_of = as_of
         self.among = among
-        self._timeline = timeline = bank.timeline
-        dating = timeline.dating
-        counts = torch.ones_like(dating.dates, dtype=torch.bool) if as_of is None else dating.dates <= as_of
-        by, named = dating.superseding, dating.superseded
+        self._directory = directory = bank.directory
+        counts = torch.ones_like(directory.dates, dtype=torch.bool) if as_of is None else directory.dates <= as_of
+        by, named = directory.superseding, directory.superseded
         if len(by):
             # A document never supersedes itself, nor another before its own date.
-            says = counts[by] & (timeline.hashes[by] != named)
+            says = counts[by] & (directory.hashes[by] != named)
             if among is not None:
-                says &= torch.isin(timeline.hashes[by], _hashes_of(among, bank))
-            counts = counts & ~torch.isin(timeline.hashes, named[says])
+                says &= torch.isin(directory.hashes[by], _hashes_of(among, bank))
+            counts = counts & ~torch.isin(directory.hashes, named[says])
         self._counts = counts
 
     def __contains__(self, document_id: object) -> bool:
@@ -77,16 +64,16 @@ class KnownDocuments(HashedIds, Container[str]):
     @cached_property
     def _by_hash(self) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
         """The different hashes, ascending, and which of them count."""
-        different, places = self._timeline.by_hash
+        different, places = self._directory.by_hash
         counts = torch.ones(len(different), dtype=torch.bool)
         counts[places[~self._counts]] = False
         return different.numpy(), counts.numpy()
 
-    def rows_of(self, bank: DatedContents) -> Tensor:
+    def rows_of(self, bank: BankContents) -> Tensor:
         """Which rows of a bank stand for documents that all count, bool `[N]`."""
         if bank is not self.bank:
             return KnownDocuments(bank, self.as_of, self.among).rows_of(bank)
-        members, rows = self._timeline.members, self._timeline.rows
+        members, rows = self._directory.members, self._directory.rows
         entries = torch.arange(len(members)).repeat_interleave(members)
         counts = torch.ones(len(members), dtype=torch.bool)
         counts[entries[~self._counts]] = False
@@ -98,7 +85,7 @@ class KnownDocuments(HashedIds, Container[str]):
         return f"documents{when}{'' if self.among is None else ' among those allowed'} that none supersedes"
 
 
-def _hashes_of(names: Container[str], bank: DatedContents) -> Tensor:
+def _hashes_of(names: Container[str], bank: BankContents) -> Tensor:
     """Hashes of the documents in a container; of one that cannot be listed, of those that the bank holds."""
     if not isinstance(names, Collection):
         names = [name for name in bank.document_ids if name in names]

@@ -42,11 +42,6 @@ class Overview(NamedTuple):
         """The rows where `mask` `[k]` is True; the same object if these are all."""
         return self if mask.all() else Overview(self.prior_keys.kept(mask), self.longest[mask])
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes in memory."""
-        return self.prior_keys.nbytes + self.longest.nbytes
-
 
 def layout_for(network: AggregationNetwork) -> RowLayout:
     """How a new bank keeps rows for a network, unless the bank was made for other numbers."""
@@ -149,9 +144,8 @@ def _from_bank(
     if not network.lexical_vectors:
         return overview
     dense, width = overview.prior_keys.dense, network.lexical_vectors * network.bank_norm.weight.shape[0]
-    counts, places, weights = kept.counts.to(device), kept.places.to(device), kept.weights
-    weights = weights.to(device, torch.promote_types(dense.dtype, torch.float32))
-    postings = kept.postings if weights.dtype == torch.float32 and device.type == "cpu" else None
+    counts, places, weights = kept.counts.to(device), kept.places.to(device), kept.weights.to(device)
+    postings = kept.postings if device.type == "cpu" else None
     return overview._replace(prior_keys=PriorKeys(dense, counts, places, weights, width, postings))
 
 

@@ -100,7 +100,6 @@ class ProjectedBank:
         self._version: int | None = None
         self._row_keys = torch.empty(0, dtype=torch.int64)
         self._overview: Overview | None = None
-        self._dense_prior_keys: Tensor | None = None
         self._longest_of_all: Tensor | None = None
         self._dates: Tensor | None = None
         self._needed: tuple[RowCache, ...] = ()  # for each block the rows that were needed last, unless all are cached
@@ -132,7 +131,7 @@ class ProjectedBank:
             )
         for start in range(first, len(row_keys), self.chunk_rows) if projects or (prior and not is_kept) else ():
             stop = min(start + self.chunk_rows, len(row_keys))
-            phi = self._read(start, stop)
+            phi = self._take(torch.arange(start, stop))
             if projects:
                 pieces.append(_Piece(row_keys[start:stop], self._project(phi, self._blocks)))
             if prior and not is_kept:
@@ -140,7 +139,7 @@ class ProjectedBank:
                 overviews.append(computed_overview(self.network, phi, keys))
         # Nothing above changes this view, so an error leaves it as it was.
         self._overview = Overview.cat(overviews) if overviews else None
-        self._dense_prior_keys = self._longest_of_all = self._dates = None
+        self._longest_of_all = self._dates = None
         self._pieces = _joined(pieces, self.chunk_rows)
         for rows_of_block in self._needed:
             rows_of_block.drop(self._row_keys[~remains])
@@ -163,9 +162,6 @@ class ProjectedBank:
         width = sum(block.to_key.out_features + block.to_value.out_features for block in self._blocks)
         return self.row_tokens * width * self.dtype.itemsize
 
-    def _read(self, start: int, stop: int) -> MemoryTokens:
-        return self._split(self.bank.read(start, stop))
-
     def _take(self, index: Tensor) -> MemoryTokens:
         return self._split(self.bank.take(index))
 
@@ -181,14 +177,6 @@ class ProjectedBank:
         return tuple((keys.to(self.dtype), values.to(self.dtype)) for keys, values in projected)
 
     @property
-    def bytes(self) -> int:
-        """Bytes of the cached keys and values, their norms, and the keys of the document prior."""
-        tensors = [tensor for piece in self._pieces for pair in piece.projected for tensor in pair]
-        tensors += [] if self._dense_prior_keys is None else [self._dense_prior_keys]
-        overview = 0 if self._overview is None else self._overview.nbytes
-        return overview + sum(tensor.nbytes for tensor in tensors) + sum(rows.bytes for rows in self._needed)
-
-    @property
     def documents(self) -> int:
         """K, the number of rows of the bank."""
         return len(self._row_keys)
@@ -202,12 +190,10 @@ class ProjectedBank:
     def prior_keys(self) -> Tensor | None:
         """Keys of the document prior `[K, d_prior]`; None without a document prior.
 
-        They are made at the first access. Exact attention has no need of them.
+        They are made at each access; nothing but a view without `compact_prior_keys` has need of them.
         """
         keys = self.compact_prior_keys
-        if keys is not None and self._dense_prior_keys is None:
-            self._dense_prior_keys = keys.take(torch.arange(len(keys), device=self.device))
-        return self._dense_prior_keys
+        return None if keys is None else keys.take(torch.arange(len(keys), device=self.device))
 
     @property
     def compact_prior_keys(self) -> PriorKeys | None:
@@ -227,7 +213,7 @@ class ProjectedBank:
             return None
         if self._dates is None:
             self._check()
-            self._dates = self.bank.timeline.row_dates.to(self.device)
+            self._dates = self.bank.directory.row_dates.to(self.device)
         return self._dates
 
     def chunks(self, block: int) -> Iterator[tuple[Tensor, Tensor]]:
@@ -245,7 +231,7 @@ class ProjectedBank:
             self._check()
             stop = min(start + self.chunk_rows, self.documents)
             # The memory tokens have no name here, so they are freed while their keys and values are attended to.
-            (projected,) = self._project(self._read(start, stop), [self._blocks[block]])
+            (projected,) = self._project(self._take(torch.arange(start, stop)), [self._blocks[block]])
             yield projected
 
     def _project_all(self) -> None:
@@ -254,7 +240,7 @@ class ProjectedBank:
             return
         for start in range(0, self.documents, self.chunk_rows):
             stop = min(start + self.chunk_rows, self.documents)
-            projected = self._project(self._read(start, stop), self._blocks)
+            projected = self._project(self._take(torch.arange(start, stop)), self._blocks)
             self._pieces.append(_Piece(self._row_keys[start:stop], projected))
         self._needed = ()
 
@@ -404,13 +390,6 @@ class RowCache:
         self._emptied: list[int] = []  # places of rows that were dropped
         self._keys: Tensor | None = None
         self._values: Tensor | None = None
-
-    @property
-    def bytes(self) -> int:
-        """Bytes of the keys and values that are kept."""
-        if self._keys is None or self._values is None:
-            return 0
-        return len(self._slots) * (self._keys[:, :1].numel() + self._values[:, :1].numel()) * self._keys.itemsize
 
     def look_up(self, row_keys: Tensor, project: Projection) -> tuple[Tensor, Tensor]:
         """Keys and values `[H, n, T, d]` of n different rows.

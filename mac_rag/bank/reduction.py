@@ -11,15 +11,15 @@ from __future__ import annotations
 import random
 from bisect import bisect_left, insort
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import accumulate
 from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 
-from mac_rag.bank.bank import MemoryBank, Summarise
+from mac_rag.bank.bank import MemoryBank
 from mac_rag.bank.database import PART_BITS
+from mac_rag.bank.entries import new_entries
 from mac_rag.bank.rows import NewRows
 from mac_rag.data.types import Document
 from mac_rag.errors import ConfigError
@@ -30,20 +30,6 @@ ReductionMethod = Literal["random-pruning", "random-averaging", "nearest-averagi
 _BLOCK = 128
 # Nearest neighbours by float32 similarity, among which float64 decides.
 _CANDIDATES = 4
-
-
-@dataclass(frozen=True)
-class Reduction:
-    """What keeping the bank within its limit has cost.
-
-    Attributes:
-        forgotten: ids of the documents that the bank no longer holds: they were pruned, or were averaged with a
-            document that was replaced.
-        averaged: how many times two entries were averaged.
-    """
-
-    forgotten: tuple[str, ...]
-    averaged: int
 
 
 class BoundedBank:
@@ -77,12 +63,14 @@ class BoundedBank:
         self.method = method
         self.seed = seed
         self._check_method(bank.layout.token_bytes > 0)
+        self._forget()
+        self._forgotten: list[str] = []  # during one call
+
+    def _forget(self) -> None:
         self._version = -1  # the version of the bank that the fields below describe
         self._entries: list[int] = []  # sequence numbers of the entries, ascending
         self._documents: dict[int, str] = {}  # sequence number -> id of one document of the entry
         self._closest: ClosestPair | None = None
-        self._forgotten: list[str] = []  # during one call
-        self._averaged = 0  # during one call
 
     def put(
         self,
@@ -91,8 +79,10 @@ class BoundedBank:
         rows: Sequence[int] | None = None,
         *,
         summaries: Tensor | None = None,
-    ) -> Reduction:
+    ) -> tuple[str, ...]:
         """Puts documents as `MemoryBank.put` does, all or none, and makes room for each as it arrives.
+
+        So do entries that others have put since, in their order, before these documents.
 
         Args:
             documents: see `MemoryBank.put`.
@@ -100,35 +90,36 @@ class BoundedBank:
             rows: see `MemoryBank.put`.
             summaries: `[N, S]`, those of all rows, for a bank of codes that has any.
 
+        Returns:
+            Ids of the documents that the bank no longer holds: they were pruned, or were averaged with one that was
+            replaced.
+
         Raises:
             BankError: see `MemoryBank.put`.
             ConfigError: for codes that the method would average.
         """
         self._check_method(not isinstance(phi, Tensor))
-        # Documents are put one by one; this finds errors of later documents before the bank changes.
-        self.bank.check_put(documents, phi, rows, summarise=given(summaries))
+        new = new_entries(documents, rows, len(phi), keep_texts=False)
         self._follow()
         kept = phi.detach().cpu() if isinstance(phi, Tensor) else phi
-        stops = list(accumulate([1] * len(documents) if rows is None else rows))
-        for document, start, stop in zip(documents, [0, *stops], stops):
-            part = kept[start:stop]
-            replaced = self.bank[document.id].sequence if document.id in self.bank else None
-            own = None if summaries is None else summaries[start:stop]
-            self._forgotten += self.bank.put([document], part, [len(part)], summarise=given(own))
-            if replaced is not None:
-                self._remove(replaced)
-            self._arrive(self.bank[document.id].sequence, document.id)
-        return self._done()
+        stops = list(accumulate(entry.rows for entry in new))
+        try:
+            with self.bank.changing():
+                for document, start, stop in zip(documents, [0, *stops], stops):
+                    self._put(document, kept[start:stop], None if summaries is None else summaries[start:stop])
+        except BaseException:  # the bank is as before, so what is known of it is not true
+            self._forget()
+            raise
+        self._version = self.bank.version
+        return tuple(name for name in self._forgotten if name not in self.bank)
 
-    def reduce(self) -> Reduction:
-        """Reduces a bank that others have filled, as if its entries arrived now, one by one and in order.
-
-        Raises:
-            ConfigError: for a bank of codes that the method would average.
-        """
-        self._check_method(self.bank.layout.token_bytes > 0)
-        self._follow()
-        return self._done()
+    def _put(self, document: Document, phi: NewRows, summaries: Tensor | None) -> None:
+        replaced = self.bank[document.id].sequence if document.id in self.bank else None
+        summarise = None if summaries is None else lambda _: summaries
+        self._forgotten += self.bank.put([document], phi, [len(phi)], summarise=summarise)
+        if replaced is not None:
+            self._remove(replaced)
+        self._arrive(self.bank[document.id].sequence, document.id)
 
     def _check_method(self, holds_codes: bool) -> None:
         if holds_codes and self.method != "random-pruning":
@@ -136,7 +127,7 @@ class BoundedBank:
 
     def _follow(self) -> None:
         """Takes in the changes that others made to the bank."""
-        self._forgotten, self._averaged = [], 0
+        self._forgotten = []
         if self._version == self.bank.version:
             return
         sequences = self.bank.row_keys >> PART_BITS
@@ -145,14 +136,9 @@ class BoundedBank:
             self._remove(sequence)
         is_first = sequences.diff(prepend=sequences.new_tensor([-1])) != 0
         new = (is_first & ~torch.isin(sequences, known)).nonzero().squeeze(1)
-        names = [self.bank.entry_of(row).document_id for row in new.tolist()]
+        names = [self.bank.entry(sequence).document_id for sequence in sequences[new].tolist()]
         for sequence, name in zip(sequences[new].tolist(), names, strict=True):
             self._arrive(sequence, name)
-
-    def _done(self) -> Reduction:
-        self._version = self.bank.version
-        forgotten = tuple(document_id for document_id in self._forgotten if document_id not in self.bank)
-        return Reduction(forgotten, self._averaged)
 
     def _arrive(self, sequence: int, document_id: str) -> None:
         """Registers an entry, and makes room for it in a full bank."""
@@ -169,7 +155,6 @@ class BoundedBank:
         documents = [self._remove(first), self._remove(second)]
         self.bank.merge(documents, mean[None])
         self._add(self.bank[documents[0]].sequence, documents[0])
-        self._averaged += 1
 
     def _add(self, sequence: int, document_id: str) -> None:
         insort(self._entries, sequence)
@@ -286,8 +271,3 @@ class ClosestPair:
         self._bounds[slots], best = exact.max(1)
         self._nearest[slots] = candidates.gather(1, best[:, None]).squeeze(1)
         self._nearest_keys[slots] = self._keys[self._nearest[slots]]
-
-
-def given(summaries: Tensor | None) -> Summarise | None:
-    """What `MemoryBank.put` takes for summaries that are known; None for None."""
-    return None if summaries is None else lambda _: summaries

@@ -7,20 +7,23 @@ A row stands for one text. It has some of these columns, which are kept as three
                product_codes  [n, T - V, M] uint8  the others, with dtype pq (`mac_rag.nn.product_quantizer`)
     summary    prior_keys     [n, P] bf16          the first numbers of the summary
                summaries      [n, S - P] float32   what the model wants to know of every row at once, or zeros
-    places     places         [n, W] int32         where the lexical vectors are not zero, ascending
-    weights    weights        [n, W]               the numbers at those places; zeros fill short rows up
+    places     places         [sum of c] int32     where the lexical vectors are not zero, ascending; row after row
+    weights    weights        [sum of c]           the numbers at those places
 
-W is the largest number of places of a row here; the blobs of a row have only as many places as the row needs.
+c are the numbers of places of the rows, the column `counts` `[n]`, which the lengths of the blobs tell.
 
 A bank of codes keeps something else: the keys and values of a language model, as a codec has written them. The codes of
-a row are then uint8 `[n, B]`, B bytes for each of its n tokens. Beside them it may have a summary, and no other column.
+a row are then uint8 `[t, B]`, B bytes for each of its t tokens. Beside them it may have a summary. Its columns:
+
+    codes      codes          [sum of t, B] uint8  row after row
+    tokens     tokens         [n]                  t of each row
 """
 
 from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Sequence
 from typing import Literal, NamedTuple, Self, TypeAlias
 
 import numpy as np
@@ -44,6 +47,7 @@ _PHI: dict[RowDtype | None, torch.dtype] = {
     "int8": torch.int8,
     "pq": torch.bfloat16,
 }
+_BYTES = {torch.float32: "<f4", torch.bfloat16: "<i2", torch.int8: "i1", torch.uint8: "u1"}  # numpy has no bfloat16
 _CODES = ("scales", "phi", "product_codes")
 _SUMMARY = ("prior_keys", "summaries")
 _NAMES = {
@@ -53,25 +57,22 @@ _NAMES = {
     "weights": "a lexical vector",
     "phi": "a memory token",
 }
+Rows: TypeAlias = dict[str, Tensor]  # rows of a bank: columns by name, as the module says
 
 
 class PackedRow(NamedTuple):
-    """The bytes of a row; see the module."""
+    """The number of tokens of a row, and its bytes; see the module."""
 
-    codes: bytes
+    tokens: int
     summary: bytes
     places: bytes
     weights: bytes
-
-    @property
-    def crcs(self) -> tuple[int, int]:
-        """Checksums of the codes, and of the rest."""
-        return zlib.crc32(self.codes), overview_crc(self.summary, self.places, self.weights)
+    codes: bytes
 
 
-def overview_crc(summary: bytes, places: bytes, weights: bytes) -> int:
-    """Checksum of what is read of every row before the first question."""
-    return zlib.crc32(weights, zlib.crc32(places, zlib.crc32(summary)))
+def row_crc(first: bytes, places: bytes, weights: bytes) -> int:
+    """Checksum of what is read together: the codes of a row or its summary, and its lexical vectors."""
+    return zlib.crc32(weights, zlib.crc32(places, zlib.crc32(first)))
 
 
 class Summaries(NamedTuple):
@@ -106,8 +107,8 @@ class RowLayout(BaseModel):
     Examples:
         >>> layout = RowLayout(dtype="bf16", lexical_vectors=8)
         >>> rows = layout.encode(torch.zeros(2, 104, 384))  # 96 memory tokens and 8 lexical vectors
-        >>> rows.columns["phi"].shape, rows.columns["places"].shape  # no word of these texts is known
-        (torch.Size([2, 96, 384]), torch.Size([2, 0]))
+        >>> rows["phi"].shape, rows["places"].shape  # no word of these texts is known
+        (torch.Size([2, 96, 384]), torch.Size([0]))
 
     Attributes:
         dtype: numbers of memory tokens. `fp32` keeps them as they are, `bf16` rounds them to 8 bits of precision,
@@ -152,51 +153,71 @@ class RowLayout(BaseModel):
         sizes = {"dtype": "pq", "whole_tokens": quantizer.whole, "code_bytes": quantizer.code_bytes}
         return self.model_copy(update=sizes)
 
-    def row_shape(self, rows: Rows | CodedRows) -> tuple[int, int]:
+    def row_shape(self, rows: Rows) -> tuple[int, int]:
         """`(T, D)` of rows; `(1, B)` of codes, whose rows have one token or more."""
-        if isinstance(rows, CodedRows):
-            return 1, self.token_bytes
-        tokens, width = rows.columns["phi"].shape[1:]
-        return (tokens + rows.columns["product_codes"].shape[1] if self.dtype == "pq" else tokens), width
+        if "codes" in rows:
+            return 1, rows["codes"].shape[1]
+        tokens, width = rows["phi"].shape[1:]
+        return (tokens + rows["product_codes"].shape[1] if self.dtype == "pq" else tokens), width
 
-    def _shapes(self, tokens: int, width: int) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
-        """Dtype and shape of a row's columns, for `[tokens, width]` memory tokens; not of its lexical vectors."""
-        found: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
+    def _columns(self, tokens: int, width: int) -> dict[str, tuple[str, tuple[int, ...]]]:
+        """The columns of a row of `[tokens, width]` memory tokens, without lexical vectors: type and shape of each."""
+        found: dict[str, tuple[str, tuple[int, ...]]] = {}
         if self.dtype == "int8":
-            found["scales"] = torch.float32, (tokens,)
+            found["scales"] = "<f4", (tokens,)
         dtype = torch.uint8 if self.token_bytes else _PHI[self.dtype]
-        found["phi"] = dtype, (self.whole_tokens if self.dtype == "pq" else tokens, width)
+        found["phi"] = _BYTES[dtype], (self.whole_tokens if self.dtype == "pq" else tokens, width)
         if self.dtype == "pq":
-            found["product_codes"] = torch.uint8, (tokens - self.whole_tokens, self.code_bytes)
+            found["product_codes"] = "u1", (tokens - self.whole_tokens, self.code_bytes)
         if self.prior_keys:
-            found["prior_keys"] = torch.bfloat16, (self.prior_keys,)
+            found["prior_keys"] = "<i2", (self.prior_keys,)
         if self.summary:
-            found["summaries"] = torch.float32, (self.summary - self.prior_keys,)
+            found["summaries"] = "<f4", (self.summary - self.prior_keys,)
         return found
+
+    def _dtype(self, names: Collection[str], tokens: int, width: int) -> np.dtype[np.void]:
+        """The columns of a row that are in one blob, as numpy names their bytes."""
+        return np.dtype([(name, *column) for name, column in self._columns(tokens, width).items() if name in names])
 
     def row_bytes(self, tokens: int, width: int) -> int:
         """Bytes of a row of `[tokens, width]` memory tokens, without its lexical vectors."""
-        return sum(dtype.itemsize * math.prod(shape) for dtype, shape in self._shapes(tokens, width).values())
+        return sum(np.dtype(one).itemsize * math.prod(shape) for one, shape in self._columns(tokens, width).values())
 
-    def pack(self, rows: Rows | CodedRows) -> list[PackedRow]:
+    def pack(self, rows: Rows) -> list[PackedRow]:
         """The bytes of each row."""
-        if isinstance(rows, CodedRows):
-            columns = self._summary_columns(rows.summaries) if self.summary else {}
-            summaries = _side_by_side([columns[name] for name in _SUMMARY if name in columns], len(rows.codes))
-            return [PackedRow(_bytes(one), beside, b"", b"") for one, beside in zip(rows.codes, summaries, strict=True)]
-        count = len(rows)
-        codes, summary = (
-            _side_by_side([rows.columns[name] for name in names if name in rows.columns], count)
-            for names in (_CODES, _SUMMARY)
-        )
-        places = weights = [b""] * count
-        if "places" in rows.columns:
-            filled = rows.columns["weights"] != 0
-            places, weights = (
-                [column[here].numpy().tobytes() for column, here in zip(rows.columns["places"], filled)],
-                [_bytes(column[here]) for column, here in zip(rows.columns["weights"], filled)],
-            )
-        return [PackedRow(*each) for each in zip(codes, summary, places, weights, strict=True)]
+        summary = self._packed(rows, _SUMMARY)
+        if "codes" in rows:
+            tokens: list[int] = rows["tokens"].tolist()
+            codes = list(map(_bytes, rows["codes"].split(tokens)))
+        else:
+            tokens, codes = [self.row_shape(rows)[0]] * len(summary), self._packed(rows, _CODES)
+        places = weights = [b""] * len(summary)
+        if self.lexical_vectors:
+            counts = rows["counts"].tolist()
+            places, weights = (list(map(_bytes, rows[name].split(counts))) for name in ("places", "weights"))
+        return [PackedRow(*each) for each in zip(tokens, summary, places, weights, codes, strict=True)]
+
+    def _packed(self, rows: Rows, names: Collection[str]) -> list[bytes]:
+        """The bytes of each row, of some of its columns."""
+        packed = np.empty(len(rows["summaries"]), self._dtype(names, *self.row_shape(rows)))
+        for name in packed.dtype.names or ():
+            column = rows[name]
+            packed[name] = column.view(torch.int16) if column.dtype == torch.bfloat16 else column
+        return [row.tobytes() for row in packed]
+
+    def _unpacked(self, blobs: Sequence[bytes], names: Collection[str], tokens: int, width: int) -> Rows:
+        """The columns of rows that are in one blob, from their bytes."""
+        dtype = self._dtype(names, tokens, width)
+        if not {dtype.itemsize}.issuperset(map(len, blobs)):
+            raise ValueError(f"a row does not have {dtype.itemsize:,} bytes")
+        found = np.frombuffer(bytearray().join(blobs), dtype) if dtype.itemsize else np.empty(len(blobs), dtype)
+        names = dtype.names or ()
+        # Where a row has several columns, a copy of each begins where its numbers are aligned.
+        columns = {name: torch.from_numpy(found[name].copy() if len(names) > 1 else found[name]) for name in names}
+        return {
+            name: column.view(torch.bfloat16) if column.dtype == torch.int16 else column
+            for name, column in columns.items()
+        }
 
     def unpack(
         self, codes: Sequence[bytes], places: Sequence[bytes], weights: Sequence[bytes], tokens: int, width: int
@@ -210,16 +231,10 @@ class RowLayout(BaseModel):
         Raises:
             ValueError: for bytes that are not rows of this layout.
         """
-        shapes = self._shapes(tokens, width)
-        columns = _apart(codes, {name: shapes[name] for name in _CODES if name in shapes})
+        columns = self._unpacked(codes, _CODES, tokens, width)
         if self.lexical_vectors:
-            counts, places_of_all, weights_of_all = self._lexical(places, weights, width)
-            width_of_all = int(counts.max()) if len(counts) else 0
-            within = torch.arange(width_of_all) < counts[:, None]
-            for name, flat in (("places", places_of_all), ("weights", weights_of_all)):
-                columns[name] = flat.new_zeros(len(counts), width_of_all)
-                columns[name][within] = flat
-        return Rows(columns)
+            columns["counts"], columns["places"], columns["weights"] = self._lexical(places, weights, width)
+        return columns
 
     def unpack_summaries(
         self, summary: Sequence[bytes], places: Sequence[bytes], weights: Sequence[bytes], tokens: int, width: int
@@ -229,35 +244,34 @@ class RowLayout(BaseModel):
         Raises:
             ValueError: for bytes that are not those of such rows.
         """
-        shapes = self._shapes(tokens, width)
-        columns = _apart(summary, {name: shapes[name] for name in _SUMMARY if name in shapes})
+        columns = self._unpacked(summary, _SUMMARY, tokens, width)
         if not all(column.isfinite().all() for column in columns.values()):
             raise ValueError("a number of a summary is not finite")
-        parts = [columns[name].float() for name in _SUMMARY if name in columns]
-        summaries = torch.cat(parts, 1) if parts else torch.empty(len(summary), 0)
+        summaries = torch.cat([torch.empty(len(summary), 0), *(column.float() for column in columns.values())], 1)
         return Summaries(summaries, *self._lexical(places, weights, width))
 
     def _lexical(self, places: Sequence[bytes], weights: Sequence[bytes], width: int) -> tuple[Tensor, Tensor, Tensor]:
         """Counts, places and weights of lexical vectors, side by side."""
-        counts = torch.tensor([len(each) for each in places], dtype=torch.int32) // 4
-        found = _from_bytes(bytearray().join(places), torch.int32)
-        size = self._weights.itemsize
-        lengths = torch.tensor([len(each) for each in weights], dtype=torch.int32)
-        if not torch.equal(lengths, size * counts):
+        counts = np.fromiter(map(len, places), np.int32, len(places)) // 4
+        sizes = np.fromiter(map(len, weights), np.int32, len(weights))
+        found, numbers = bytearray().join(places), bytearray().join(weights)
+        if len(found) != 4 * counts.sum() or not np.array_equal(sizes, self._weights.itemsize * counts):
             raise ValueError("places and numbers of a lexical vector do not agree")
-        numbers = _from_bytes(bytearray().join(weights), self._weights)
-        if len(found) and not 0 <= int(found.min()) <= int(found.max()) < self.lexical_vectors * width:
+        if not found:
+            return torch.from_numpy(counts), torch.empty(0, dtype=torch.int32), torch.empty(0, dtype=self._weights)
+        where, values = np.frombuffer(found, np.int32), torch.frombuffer(numbers, dtype=self._weights)
+        if not 0 <= where.min() <= where.max() < self.lexical_vectors * width:
             raise ValueError("a place is outside of the lexical vectors")
-        if not numbers.isfinite().all() or (numbers == 0).any():
+        if not values.isfinite().all() or not values.all():
             raise ValueError("a number of a lexical vector is not finite, or zero")
-        return counts, found, numbers
+        return torch.from_numpy(counts), torch.from_numpy(where), values
 
     @property
     def _weights(self) -> torch.dtype:
         return torch.float32 if self.dtype in (None, "fp32") else torch.bfloat16
 
     def encode(self, phi: Tensor, quantizer: ProductQuantizer | None = None) -> Rows:
-        """Rows of memory tokens and lexical vectors `[n, T + R, D]` in float32, without their summaries.
+        """Rows of memory tokens and lexical vectors `[n, T + R, D]` in float32, with zeros as their summaries.
 
         Args:
             phi: the rows.
@@ -267,24 +281,21 @@ class RowLayout(BaseModel):
             BankError: for numbers that are finite only in float32.
         """
         tokens = phi[:, : phi.shape[1] - self.lexical_vectors]
-        columns = {}
+        rows = {}
         if self.dtype == "int8":
             scales = tokens.abs().amax(-1) / 127
-            columns["scales"] = scales
+            rows["scales"] = scales
             tokens = (tokens / scales.clamp(min=torch.finfo(torch.float32).tiny)[..., None]).round()
         if self.dtype == "pq":
             assert quantizer is not None
-            columns["product_codes"] = quantizer.encode(tokens[:, self.whole_tokens :])
+            rows["product_codes"] = quantizer.encode(tokens[:, self.whole_tokens :])
             tokens = tokens[:, : self.whole_tokens]
-        columns["phi"] = tokens.to(_PHI[self.dtype], copy=True, memory_format=torch.contiguous_format)
-        if self.summary:
-            columns |= self._summary_columns(phi.new_zeros(len(phi), self.summary))
+        rows["phi"] = tokens.to(_PHI[self.dtype], copy=True, memory_format=torch.contiguous_format)
         if self.lexical_vectors:
-            columns |= self._sparse(phi[:, phi.shape[1] - self.lexical_vectors :].flatten(1))
-        rows = Rows(columns)
-        if (fault := rows.fault()) is not None:
-            raise BankError(f"{fault} in {self.dtype}; use dtype fp32 for the rows of this bank")
-        return rows
+            lexical = phi[:, phi.shape[1] - self.lexical_vectors :].flatten(1).to(self._weights)
+            filled = lexical != 0
+            rows |= {"counts": filled.sum(1), "places": filled.nonzero()[:, 1].int(), "weights": lexical[filled]}
+        return self.summarised(rows, phi.new_zeros(len(phi), self.summary))
 
     def summarised(self, rows: Rows, summaries: Tensor) -> Rows:
         """The same rows with their summaries `[n, S]`.
@@ -292,117 +303,42 @@ class RowLayout(BaseModel):
         Raises:
             BankError: for numbers that are finite only in float32.
         """
-        summarised = Rows(rows.columns | self._summary_columns(summaries))
-        if not all(summarised.columns[name].isfinite().all() for name in _SUMMARY if name in summarised.columns):
-            raise BankError(f"a summary is not finite in {self.dtype}; use dtype fp32 for the rows of this bank")
-        return summarised
-
-    def _summary_columns(self, summaries: Tensor) -> dict[str, Tensor]:
-        kept = {"summaries": summaries[:, self.prior_keys :].contiguous()}
+        rows = rows | {"summaries": summaries[:, self.prior_keys :].contiguous()}
         if self.prior_keys:
-            kept["prior_keys"] = summaries[:, : self.prior_keys].to(torch.bfloat16)
-        return kept
+            rows["prior_keys"] = summaries[:, : self.prior_keys].to(torch.bfloat16)
+        for name, column in rows.items():
+            if column.is_floating_point() and not column.isfinite().all():
+                raise BankError(
+                    f"a number of {_NAMES[name]} is not finite in {self.name}; use dtype fp32 for the rows of this bank"
+                )
+        return rows
 
-    def _sparse(self, lexical: Tensor) -> dict[str, Tensor]:
-        """Places and weights `[n, W]` of lexical vectors `[n, R D]`."""
-        lexical = lexical.to(self._weights)
-        filled = lexical != 0
-        row, place = filled.nonzero(as_tuple=True)
-        slot = (filled.long().cumsum(1) - 1)[row, place]
-        width = int(filled.sum(1).max()) if len(lexical) else 0
-        places, weights = torch.zeros(len(lexical), width, dtype=torch.int32), lexical.new_zeros(len(lexical), width)
-        places[row, slot], weights[row, slot] = place.int(), lexical[row, place]
-        return {"places": places, "weights": weights}
+    def decode(self, rows: Rows, quantizer: ProductQuantizer | None = None, *, out: Tensor | None = None) -> Tensor:
+        """Memory tokens and lexical vectors `[n, T + R, D]` in float32.
 
-    def decode(self, rows: Rows, quantizer: ProductQuantizer | None = None) -> Tensor:
-        """Memory tokens and lexical vectors `[n, T + R, D]` in float32; see `encode` for the quantizer."""
-        phi = rows.columns["phi"].float()
+        Args:
+            rows: the rows.
+            quantizer: with dtype pq the quantizer.
+            out: where they are written, contiguous; None for new memory.
+        """
+        tokens, width = self.row_shape(rows)
+        phi = rows["phi"]
+        whole = phi.shape[1]
+        if out is None:
+            out = torch.empty(len(phi), tokens + self.lexical_vectors, width)
+        out[:, :whole] = phi
         if self.dtype == "int8":
-            phi = phi * rows.columns["scales"][..., None]
+            out[:, :whole] *= rows["scales"][..., None]
         if self.dtype == "pq":
             assert quantizer is not None
-            phi = torch.cat([phi, quantizer.decode(rows.columns["product_codes"])], 1)
-        if not self.lexical_vectors:
-            return phi
-        lexical = phi.new_zeros(len(phi), self.lexical_vectors * phi.shape[2])
-        lexical.scatter_add_(1, rows.columns["places"].long(), rows.columns["weights"].float())
-        return torch.cat([phi, lexical.view(len(phi), self.lexical_vectors, phi.shape[2])], 1)
-
-
-class CodedRows(NamedTuple):
-    """n rows of a bank of codes.
-
-    Attributes:
-        codes: of each row, uint8 `[n, B]`.
-        summaries: `[n, S]` float32.
-    """
-
-    codes: list[Tensor]
-    summaries: Tensor
-
-
-class Rows:
-    """n rows of a bank of memory tokens.
-
-    Args:
-        columns: tensors by name; see the module.
-
-    Attributes:
-        columns: the same.
-    """
-
-    def __init__(self, columns: Mapping[str, Tensor]) -> None:
-        self.columns = dict(columns)
-
-    def __len__(self) -> int:
-        """n."""
-        return len(next(iter(self.columns.values())))
-
-    def __getitem__(self, index: Tensor | slice) -> Rows:
-        """Some of the rows; views where possible."""
-        return Rows({name: column[index] for name, column in self.columns.items()})
-
-    def fault(self) -> str | None:
-        """What is wrong with these numbers; None if nothing is."""
-        for name, column in self.columns.items():
-            if column.is_floating_point() and not column.isfinite().all():
-                return f"a number of {_NAMES[name]} is not finite"
-        return None
+            out[:, whole:tokens] = quantizer.decode(rows["product_codes"])
+        if self.lexical_vectors:
+            out[:, tokens:] = 0
+            starts = torch.arange(len(phi)) * out[:1].numel() + tokens * width
+            places = starts.repeat_interleave(rows["counts"]) + rows["places"]
+            out.view(-1).scatter_(0, places, rows["weights"].float())
+        return out
 
 
 def _bytes(tensor: Tensor) -> bytes:
     return tensor.contiguous().flatten().view(torch.uint8).numpy().tobytes() if tensor.numel() else b""
-
-
-def _from_bytes(data: bytearray, dtype: torch.dtype) -> Tensor:
-    return torch.frombuffer(data, dtype=dtype) if data else torch.empty(0, dtype=dtype)
-
-
-def _side_by_side(columns: Sequence[Tensor], count: int) -> list[bytes]:
-    """The bytes of each of some rows, of all their columns."""
-    flat = [
-        column.contiguous().flatten(1).view(torch.uint8).numpy()
-        for column in columns
-        if column[:1].numel() or not count
-    ]
-    if not flat or not count:
-        return [b""] * count
-    return [row.tobytes() for row in (np.concatenate(flat, 1) if len(flat) > 1 else flat[0])]
-
-
-def _apart(rows: Sequence[bytes], shapes: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]) -> dict[str, Tensor]:
-    """The columns of rows, from their bytes.
-
-    Raises:
-        ValueError: for rows of another length.
-    """
-    sizes = [dtype.itemsize * math.prod(shape) for dtype, shape in shapes.values()]
-    if any(len(row) != sum(sizes) for row in rows):
-        raise ValueError(f"a row does not have {sum(sizes):,} bytes")
-    whole = _from_bytes(bytearray().join(rows), torch.uint8).view(len(rows), sum(sizes))
-    # A copy of each begins where its numbers are aligned.
-    parts = [whole] if len(sizes) == 1 else [part.clone() for part in whole.split(sizes, 1)]
-    return {
-        name: part.flatten().view(dtype).view(len(rows), *shape)
-        for (name, (dtype, shape)), part in zip(shapes.items(), parts)
-    }

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from mac_rag.bank.bank import MemoryBank
 from mac_rag.bank.bm25 import index_faults
+from mac_rag.bank.directory import span
 from mac_rag.data.document_ids import id_hash
 from mac_rag.errors import BankError, DamageError
 
@@ -70,7 +71,7 @@ def verify(path: str | Path) -> Verification:
 
     with bank:
         try_to(check_file)
-        for sequence in bank.sequences:
+        for sequence in bank.directory.sequences.tolist():
             try_to(partial(_check_entry, bank, sequence))
         if bank.layout.summary:
             try_to(lambda: list(bank.overview()))
@@ -80,7 +81,10 @@ def verify(path: str | Path) -> Verification:
 
 def _check_entry(bank: MemoryBank, sequence: int) -> None:
     entry = bank.entry(sequence)
-    for member, (hashed, moment) in zip(entry.members, bank.marks_of(sequence), strict=True):
-        if (hashed, moment) != (id_hash(member.document_id), member.moment):
+    marks = bank.connection.rows(
+        "SELECT hash, moment FROM document WHERE key >= ? AND key <= ? ORDER BY key", span(sequence)
+    )
+    for member, mark in zip(entry.members, marks, strict=True):
+        if mark != (id_hash(member.document_id), member.moment):
             raise DamageError(f"the date or the hash of document {member.document_id!r:.80}")
     _ = entry.memory, entry.texts

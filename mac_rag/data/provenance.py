@@ -1,4 +1,4 @@
-"""The bank's record of a document apart from its text: id, content hash, metadata and time of addition."""
+"""The bank's record of a document apart from its text: id, content hash, metadata and time of addition. And filters."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import Any
+from typing import Any, TypeAlias
 
 from mac_rag.data.characters import check_characters, fault_of, is_blank, shown, shown_id
 from mac_rag.data.dates import ALWAYS, date_in, moment_of, superseded_in
@@ -138,3 +138,28 @@ def _check_values(value: Any, place: str) -> None:
     elif isinstance(value, list | tuple):
         for index, item in enumerate(value):
             _check_values(item, f"{place}[{index}]")
+
+
+# Key -> a value, or a list of which one has to match.
+Filters: TypeAlias = Mapping[str, Any]
+
+
+def fits(metadata: Mapping[str, Any], filters: Filters) -> bool:
+    """True if metadata have every key of the filters with its value, or with one of its list of values.
+
+    Where the metadata have a list, one item has to match. Types count as in JSON: 1 is neither True nor 1.0.
+
+    Examples:
+        >>> fits({"year": 2005, "topics": ["press", "work"]}, {"year": [2004, 2005], "topics": "press"})
+        True
+        >>> fits({"year": 2005}, {"year": "2005"}), fits({}, {"year": 2005})
+        (False, False)
+    """
+    return all(key in metadata and _matches(metadata[key], wanted) for key, wanted in filters.items())
+
+
+def _matches(value: Any, wanted: Any) -> bool:
+    values = value if isinstance(value, list) else [value]
+    choices = wanted if isinstance(wanted, list) else [wanted]
+    # 1 and True are equal in Python, and not in JSON.
+    return any(type(one) is type(other) and one == other for one in values for other in choices)

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from mac_rag.bank.directory import Record, Timeline
-from mac_rag.bank.entries import Described, Texts
+from mac_rag.bank.directory import Directory
+from mac_rag.bank.entries import Entry, Texts
 from mac_rag.distributed.messages import ShardChange, ShardContents, Version
 
 
@@ -30,11 +30,11 @@ class ShardDirectory:
     def __init__(self, contents: ShardContents) -> None:
         self.version: Version = contents.version
         self.row_shape = contents.row_shape
-        self.records: dict[int, Record] = {}
+        self.records: dict[int, Entry] = {}
         self.sequences: dict[str, int] = {}
         self.rows = self.superseded = 0
         self._is_shared = False
-        self._made: list[Timeline] = []  # holds the timeline once it is made; shared with copies
+        self._made: list[Directory] = []  # holds the directory once it is made; shared with copies
         self._add(contents.records)
 
     def copy(self) -> ShardDirectory:
@@ -67,7 +67,7 @@ class ShardDirectory:
         if not self.records:
             self.row_shape = None
 
-    def _add(self, records: Sequence[Record]) -> None:
+    def _add(self, records: Sequence[Entry]) -> None:
         for record in records:
             self.records[record.sequence] = record
             self.sequences |= dict.fromkeys(record.document_ids, record.sequence)
@@ -75,19 +75,19 @@ class ShardDirectory:
             self.superseded += _superseded(record)
 
     @property
-    def timeline(self) -> Timeline:
+    def directory(self) -> Directory:
         """Its documents with their dates and what they supersede, in the order of their rows; made once per state."""
         if not self._made:
-            self._made.append(Timeline.of(list(self.records.values())))
+            self._made.append(Directory.of(list(self.records.values())))
         return self._made[0]
 
 
-def _superseded(record: Record) -> int:
+def _superseded(record: Entry) -> int:
     return sum(len(member.supersedes) for member in record.members)
 
 
 @dataclass(frozen=True)
-class ShardedEntry(Described):
+class ShardedEntry(Entry):
     """An entry of a bank in shards. Its sequence number counts the arrivals in its shard."""
 
     _phi: Callable[[str], Tensor] = field(repr=False, compare=False)

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mac_rag.bank.directory import Record
+from mac_rag.bank.entries import Entry
 from mac_rag.config import Dtype
 
 Array: TypeAlias = "np.ndarray[Any, np.dtype[Any]]"
@@ -31,7 +31,7 @@ class ShardContents:
     """
 
     version: Version
-    records: tuple[Record, ...]
+    records: tuple[Entry, ...]
     row_shape: tuple[int, int] | None
 
 
@@ -47,7 +47,7 @@ class ShardChange:
     """
 
     version: Version
-    added: tuple[Record, ...] = ()
+    added: tuple[Entry, ...] = ()
     removed: tuple[str, ...] = ()
     returned: tuple[str, ...] = ()
 

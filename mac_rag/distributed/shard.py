@@ -17,7 +17,7 @@ from torch import Tensor
 
 from mac_rag.bank.bank import MemoryBank, Snapshot
 from mac_rag.bank.base_reader import prior_summary
-from mac_rag.bank.directory import Record
+from mac_rag.bank.entries import Entry
 from mac_rag.bank.overview import put_with_overview
 from mac_rag.bank.projection import ProjectedBank
 from mac_rag.data.types import Document
@@ -86,7 +86,7 @@ class Shard:
         read_mark(self.folder).check(self.mark, self.folder)
         self.network.to(self.device).eval()
         self.bank = MemoryBank.open(self._file, write=self.write, fingerprint=self.fingerprint)
-        own = shards_of(self.bank.id_hashes, self.mark.shards) == self.mark.number
+        own = shards_of(self.bank.directory.hashes, self.mark.shards) == self.mark.number
         if not own.all():
             foreign = next(name for name in self.bank.document_ids if self._owner(name) != self.mark.number)
             self.bank.close()
@@ -105,7 +105,7 @@ class Shard:
 
     def contents(self) -> ShardContents:
         """The current documents, including uncommitted changes."""
-        records = tuple(Record(entry.sequence, entry.rows, entry.members) for entry in self.bank)
+        records = tuple(Entry(entry.members, entry.sequence, entry.rows) for entry in self.bank)
         return ShardContents(self._version, records, self.bank.row_shape)
 
     @property
@@ -308,28 +308,21 @@ class Shard:
         """See `MemoryBank.put`; `kept` are the versions of this opening that are still in use."""
         self._keep(kept)
         replaced = [
-            member.document_id
-            for document in documents
-            if document.id in self.bank
-            for member in self.bank[document.id].members
+            name for document in documents if document.id in self.bank for name in self.bank[document.id].document_ids
         ]
         returned = put_with_overview(self.bank, self.network, documents, to_tensor(phi, "cpu"), rows)
         entries = [self.bank[document.id] for document in documents]
-        added = tuple(Record(entry.sequence, n, entry.members) for entry, n in zip(entries, rows, strict=True))
+        added = tuple(Entry(entry.members, entry.sequence, n) for entry, n in zip(entries, rows, strict=True))
         return ShardChange(self._version, added, tuple(replaced), returned)
 
     def describe(self, kept: Collection[int], documents: Sequence[Document]) -> ShardChange:
         """See `MemoryBank.describe`."""
         self._keep(kept)
-        replaced = tuple({name: None for document in documents for name in self._names_with(document.id)})
+        replaced = tuple({name: None for document in documents for name in self.bank[document.id].document_ids})
         self.bank.describe(documents)
         entries = {entry.sequence: entry for entry in (self.bank[name] for name in replaced)}
-        added = tuple(Record(number, entries[number].rows, entries[number].members) for number in sorted(entries))
+        added = tuple(Entry(entries[number].members, number, entries[number].rows) for number in sorted(entries))
         return ShardChange(self._version, added, replaced)
-
-    def _names_with(self, document_id: str) -> list[str]:
-        """Ids of all documents in the entry of a document."""
-        return [member.document_id for member in self.bank[document_id].members]
 
     def delete(self, kept: Collection[int], document_id: str) -> ShardChange:
         """See `MemoryBank.delete`."""

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from mac_rag.bank.bank import MemoryBank
-from mac_rag.bank.directory import Timeline
+from mac_rag.bank.directory import Directory
 from mac_rag.bank.entries import described_members
 from mac_rag.bank.interface import Intent
 from mac_rag.bank.rows import NewRows
@@ -47,9 +47,9 @@ class ShardedSnapshot(ShardedContents):
         self.holders = max(0, self.holders - 1)
 
     @cached_property
-    def timeline(self) -> Timeline:
-        """As `ShardedContents.timeline`, made once."""
-        return super().timeline
+    def directory(self) -> Directory:
+        """As `ShardedContents.directory`, made once."""
+        return super().directory
 
     def reader(self, model: AmortizedModel, config: AttentionConfig) -> ShardedReader:
         """See `mac_rag.bank.base_reader.BringsReader`."""

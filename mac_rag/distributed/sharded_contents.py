@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from mac_rag.bank.bank import rows_allowed
-from mac_rag.bank.directory import Record, Timeline
+from mac_rag.bank.directory import Directory
+from mac_rag.bank.entries import Entry
 from mac_rag.bank.interface import BankContents
 from mac_rag.bank.known_documents import KnownDocuments
 from mac_rag.distributed.directory import ShardDirectory, ShardedEntry
@@ -104,9 +105,9 @@ class ShardedContents:
         return any(directory.superseded for directory in self.directories)
 
     @property
-    def timeline(self) -> Timeline:
+    def directory(self) -> Directory:
         """All documents, shard by shard, with their dates and what they supersede."""
-        return Timeline.cat([directory.timeline for directory in self.directories])
+        return Directory.cat([one.directory for one in self.directories])
 
     def visible_rows(self, allowed: Container[str]) -> Tensor:
         """Which rows represent allowed documents only, bool `[N]`."""
@@ -132,7 +133,7 @@ class ShardedContents:
             for record in directory.records.values():
                 yield self._entry(record)
 
-    def _entry(self, record: Record) -> ShardedEntry:
+    def _entry(self, record: Entry) -> ShardedEntry:
         return ShardedEntry(record.members, record.sequence, record.rows, self.memory_tokens)
 
     def __len__(self) -> int:

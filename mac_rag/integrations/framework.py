@@ -17,7 +17,8 @@ from typing import Any, Generic, NoReturn, ParamSpec, TypeVar
 from uuid import uuid4
 from weakref import WeakKeyDictionary
 
-from mac_rag.bank.interface import Bank, BankContents, Entry
+from mac_rag.bank.entries import Entry
+from mac_rag.bank.interface import Bank, BankContents
 from mac_rag.bank.known_documents import KnownDocuments
 from mac_rag.data.dates import AsOf, moment_of_question
 from mac_rag.data.types import Answer

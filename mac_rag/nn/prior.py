@@ -116,7 +116,7 @@ class PriorKeys:
         dense: `[K, P]`.
         counts: `[K]`, int32, how many numbers of each document's lexical part are not zero.
         places: `[sum of counts]`, int32, the indices of these numbers in the part; document after document.
-        weights: `[sum of counts]`, the numbers, at least in float32.
+        weights: `[sum of counts]`, the numbers. Products are computed in float32 at least.
         width: L; 0 without lexical parts.
         postings: `postings_of` these, where they are known already.
     """
@@ -164,11 +164,6 @@ class PriorKeys:
         """K."""
         return len(self.dense)
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes in memory."""
-        return sum(tensor.nbytes for tensor in (self.dense, self.counts, self.places, self.weights))
-
     def kept(self, mask: Tensor) -> PriorKeys:
         """The keys of the documents where `mask` `[K]` is True; this object itself if that is all of them."""
         if mask.all():
@@ -188,7 +183,7 @@ class PriorKeys:
         products = (self.dense @ columns)[:, : len(queries)].T
         if not self.width or not len(self.weights):
             return products
-        lexical = queries[:, self.dense.shape[1] :].to(self.weights.dtype)
+        lexical = queries[:, self.dense.shape[1] :].to(torch.promote_types(self.weights.dtype, torch.float32))
         if self.weights.device.type != "cpu":
             return products + (self._matrix @ lexical.T).T.to(products.dtype)
         return products + torch.stack([self._lexical_products(query) for query in lexical]).to(products.dtype)
@@ -196,10 +191,10 @@ class PriorKeys:
     def _lexical_products(self, query: Tensor) -> Tensor:
         """The products with the lexical part `[L]` of one query, `[K]`; reads only the places where it is not zero."""
         ends, documents, weights = self._postings
-        products = weights.new_zeros(len(self))
+        products = query.new_zeros(len(self))
         for place in query.nonzero()[:, 0].tolist():
             here = slice(int(ends[place]), int(ends[place + 1]))
-            products.index_add_(0, documents[here], query[place] * weights[here])
+            products.index_add_(0, documents[here], query[place] * weights[here].to(query.dtype))
         return products
 
     @cached_property
@@ -224,7 +219,8 @@ class PriorKeys:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "Sparse CSR tensor support is in beta state")
             shape = len(self), self.width
-            return torch.sparse_csr_tensor(starts, self.places, self.weights, shape, check_invariants=False)
+            weights = self.weights.to(torch.promote_types(self.weights.dtype, torch.float32))
+            return torch.sparse_csr_tensor(starts, self.places, weights, shape, check_invariants=False)
 
 
 # The recency term of the document prior: of documents on the same subject, the newest that a question can mean counts.

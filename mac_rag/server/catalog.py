@@ -27,9 +27,8 @@ from mac_rag.bank.bank import MemoryBank
 from mac_rag.bank.bm25 import BankBM25Retriever
 from mac_rag.bank.copies import backup
 from mac_rag.bank.interface import Bank
-from mac_rag.bank.metadata_filters import Filters, fits
 from mac_rag.data.dates import ALWAYS, written
-from mac_rag.data.provenance import Member
+from mac_rag.data.provenance import Filters, Member, fits
 from mac_rag.data.types import AdaptReport, Document
 from mac_rag.distributed.shard_files import SHARDS
 from mac_rag.distributed.sharded_contents import ShardedContents

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import sqlite3
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import closing, contextmanager, suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -15,9 +15,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from mac_rag.bank import MemoryBank, database
+from mac_rag.bank import BankEntry, MemoryBank, database
 from mac_rag.bank.bank import Contents
 from mac_rag.bank.database import settings_crc
+from mac_rag.bank.directory import index_crc
 from mac_rag.bank.rows import RowLayout
 from mac_rag.data.types import Document
 from mac_rag.errors import BankError
@@ -119,8 +120,9 @@ def update_for_ever(path: Path, said: Connection) -> None:
 
 
 def alter(path: Path, statement: str, *values: Any) -> None:
-    """Changes a bank's file behind its back."""
+    """Changes a bank's file behind its back; the statement may use `mac_rag.bank.directory.index_crc`."""
     with closing(sqlite3.connect(path, isolation_level=None)) as connection:
+        connection.create_function("index_crc", 5, lambda *numbers: index_crc(*numbers[:-1], data=numbers[-1]))
         assert connection.execute(statement, values).rowcount
 
 
@@ -132,6 +134,14 @@ def alter_setting(path: Path, name: str, value: str) -> None:
     alter(path, "UPDATE setting SET value = ? WHERE name = 'crc'", settings_crc(rows))
 
 
+def put_entries(bank: MemoryBank, entries: Iterable[BankEntry]) -> None:
+    """Puts entries of another bank, merged ones as merged ones."""
+    for entry in entries:
+        names = [member.document_id for member in entry.members]
+        bank.put([Document(name, "") for name in names], entry.phi[:1].expand(len(names), -1, -1))
+        bank.merge(names, entry.phi)
+
+
 def files_of(path: Path) -> bytes:
     """The bytes of a bank's file and of all files beside it."""
     return b"".join(file.read_bytes() for file in sorted(path.parent.glob(f"{path.name}*")))
@@ -140,13 +150,11 @@ def files_of(path: Path) -> bytes:
 def rows_read(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Takes the number of rows of each reading of any bank from now on."""
     numbers: list[int] = []
-    for name in ("take", "read"):
-        reads = getattr(Contents, name)
+    take = Contents.take
 
-        def counted(self: Contents, *index: Any, reads: Any = reads) -> Tensor:
-            rows: Tensor = reads(self, *index)
-            numbers.append(len(rows))
-            return rows
+    def counted(self: Contents, index: Tensor) -> Tensor:
+        numbers.append(len(index))
+        return take(self, index)
 
-        monkeypatch.setattr(Contents, name, counted)
+    monkeypatch.setattr(Contents, "take", counted)
     return numbers

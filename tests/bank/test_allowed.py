@@ -12,13 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mac_rag.bank import MemoryBank
-from mac_rag.bank.prior_index import PriorIndex
 from mac_rag.bank.reader import BankReader
 from mac_rag.config import AttentionConfig
 from mac_rag.data.types import Document
 from mac_rag.errors import BankError
 from mac_rag.model import MACModel
-from tests.bank.helpers import READINGS, ROUNDING, random_rows
+from tests.bank.helpers import READINGS, ROUNDING, put_entries, random_rows
 
 QUESTIONS = ["Who opened the bridge?", "When did the museum close?"]
 
@@ -59,7 +58,7 @@ def test_a_bank_is_read_as_one_that_never_held_the_others(
         if document_id in bank:
             bank.delete(document_id)
     seen = [entry for entry in bank if all(member.document_id in allowed for member in entry.members)]
-    fresh.restore(seen)
+    put_entries(fresh, seen)
     expected = BankReader(model, fresh, config)
     model.aggregation.use_prior = use_prior
     try:
@@ -77,23 +76,3 @@ def test_a_bank_is_read_as_one_that_never_held_the_others(
             torch.testing.assert_close(mass, mass_wanted, **ROUNDING)
     finally:
         model.aggregation.use_prior = True
-
-
-def test_cells_of_a_search_learn_nothing_that_a_restricted_question_reads(
-    loaded_tiny_model: MACModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """All documents are searched by FAISS, allowed ones exactly."""
-    pytest.importorskip("faiss")
-    model, config = loaded_tiny_model, {"strategy": "preselect", "preselected": 3}
-    documents = [Document(f"d{number}", "") for number in range(60)]
-    phi = random_rows(model, 60, 0)
-    bank, fresh = MemoryBank(model.fingerprint), MemoryBank(model.fingerprint)
-    bank.put(documents, phi)
-    fresh.put(documents[5::6], phi[5::6])
-    reader = BankReader(model, bank, AttentionConfig.model_validate(config))
-    monkeypatch.setattr(reader, "_priors", PriorIndex(exact_rows=20))
-    reader.aggregate(QUESTIONS)
-    found = reader.aggregate(QUESTIONS, {document.id for document in documents[5::6]})
-    wanted = BankReader(model, fresh, AttentionConfig.model_validate(config)).aggregate(QUESTIONS)
-    torch.testing.assert_close(found.phi, wanted.phi, **ROUNDING)
-    torch.testing.assert_close(found.discarded, wanted.discarded, **ROUNDING)

@@ -214,19 +214,6 @@ class TestChanges:
             bank.commit()
             check(bank, {"a": codes_of(1, 2)})
 
-    def test_entries_of_another_bank_are_restored(self, folder: Path) -> None:
-        source, expected = filled(folder / "bank", keep_texts=True)
-        copy = MemoryBank("f00d", keep_texts=True)
-        copy.restore(source)
-        check(copy, expected)
-        assert [entry.members for entry in copy] == [entry.members for entry in source]
-        tokens = MemoryBank("f00d", keep_texts=True)
-        tokens.put([Document("t", "")], memory(1))
-        with pytest.raises(BankError, match="memory tokens in fp32"):
-            tokens.restore(source)
-        with pytest.raises(BankError, match="whose rows are codes of 24 bytes a token"):
-            copy.restore(tokens)
-
     def test_readers_see_one_commit(self, folder: Path) -> None:
         bank, before = filled(folder / "bank")
         reader = MemoryBank.open(folder / "bank")
@@ -389,9 +376,8 @@ class TestRefusals:
     def test_tensors_that_are_no_codes(self, kind: str, empty: bool) -> None:
         bank, expected = (MemoryBank("f00d"), {}) if empty else filled()
         codes, message = UNFIT[kind]
-        for change in (bank.put, bank.check_put):
-            with pytest.raises(BankError, match=message):
-                change([Document("x", ""), Document("y", "")], [*codes_of(1, 2), codes])
+        with pytest.raises(BankError, match=message):
+            bank.put([Document("x", ""), Document("y", "")], [*codes_of(1, 2), codes])
         assert list(bank.document_ids) == list(expected)
         assert bank.layout.token_bytes == (0 if empty else BYTES)
 
@@ -401,9 +387,8 @@ class TestRefusals:
         message = (
             "codes of 576 bytes a token do not fit this bank, whose rows have 1,152; make a new bank for this rate"
         )
-        for change in (bank.put, bank.check_put):
-            with pytest.raises(BankError, match=message):
-                change([Document("a", "")], codes_of(1, 2, width=576))
+        with pytest.raises(BankError, match=message):
+            bank.put([Document("a", "")], codes_of(1, 2, width=576))
         check(bank, {"a": codes_of(1, 2, width=1152)})
 
     @pytest.mark.parametrize("rows", ["fp32", "bf16", "int8", "pq"])
@@ -424,16 +409,14 @@ class TestRefusals:
             with pytest.raises(BankError, match="holds memory tokens and no codes; read them with phi"):
                 read()
         bank, expected = filled()
-        for change in (bank.put, bank.check_put):
-            with pytest.raises(BankError, match=r"memory tokens of .* rows are codes of 24 bytes a token; make a new"):
-                change([Document("a", "")], memory(1))
+        with pytest.raises(BankError, match=r"memory tokens of .* rows are codes of 24 bytes a token; make a new"):
+            bank.put([Document("a", "")], memory(1))
         check(bank, expected)
 
     def test_memory_tokens_of_a_bank_of_codes(self) -> None:
         bank, _ = filled()
         readings: list[Callable[[], Tensor]] = [
             lambda: bank.phi,
-            lambda: bank.read(0, 1),
             lambda: bank.take(torch.tensor([1])),
             lambda: bank["a"].phi,
         ]
@@ -457,7 +440,7 @@ class TestRefusals:
             assert empty.layout == RowLayout()
             put(empty, expected)
             with pytest.raises(ConfigError, match=message):
-                bounded.reduce()
+                bounded.put([], [])
         check(bank, expected)
 
     def test_shards_hold_no_codes(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -471,7 +454,7 @@ def test_random_pruning() -> None:
     documents = [Document(name, "") for name in expected]
     rows, counts = [one for codes in expected.values() for one in codes], list(map(len, expected.values()))
     at_once, one_by_one = (BoundedBank(MemoryBank("f00d"), 5, "random-pruning") for _ in range(2))
-    forgotten = at_once.put(documents, rows, counts).forgotten
+    forgotten = at_once.put(documents, rows, counts)
     for document in documents:
         own = expected[document.id]
         one_by_one.put([document], own, [len(own)])
@@ -480,7 +463,7 @@ def test_random_pruning() -> None:
     check(at_once.bank, kept)
     check(one_by_one.bank, kept)
     reduced, _ = filled()
-    assert len(BoundedBank(reduced, 2, "random-pruning").reduce().forgotten) == 1
+    assert len(BoundedBank(reduced, 2, "random-pruning").put([], [])) == 1
     assert len(reduced) == 2
 
 

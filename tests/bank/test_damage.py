@@ -6,6 +6,7 @@ import struct
 import zlib
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import fields
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -19,8 +20,9 @@ from safetensors.torch import load, save
 from mac_rag.bank import MemoryBank
 from mac_rag.bank.bank import Contents
 from mac_rag.bank.copies import backup
+from mac_rag.bank.directory import Directory
 from mac_rag.bank.known_documents import KnownDocuments
-from mac_rag.bank.rows import RowLayout, overview_crc
+from mac_rag.bank.rows import RowLayout, row_crc
 from mac_rag.bank.verify import verify
 from mac_rag.data.types import Document
 from mac_rag.errors import DamageError, MACError
@@ -75,7 +77,7 @@ USES: dict[str, Callable[[MemoryBank], Any]] = {
     "entries": entries,
     "ids": lambda bank: bank.document_ids,
     "rows": lambda bank: (bank.row_keys.tolist(), bank.row_members, bank.fingerprint),
-    "timeline": lambda bank: [column.tolist() for column in (*bank.timeline.dating, bank.timeline.hashes)],
+    "directory": lambda bank: [getattr(bank.directory, column.name).tolist() for column in fields(Directory)],
     "known": lambda bank: bank.visible_rows(KnownDocuments(bank, None)).tolist(),
     "phi": lambda bank: bank.phi.tolist(),
     "take": lambda bank: bank.take(torch.tensor([7, 0, 3])).tolist(),
@@ -151,47 +153,44 @@ def test_a_bank_that_was_cut_short(folder: Path, cut: int) -> None:
     assert verify_or_refuse(path) is None
 
 
-def rewrite(path: Path, table: str, column: str, new: Callable[[Any], Any]) -> None:
-    """Changes one value of a document's first row, and makes the checksum fit."""
+def rewrite(path: Path, column: str, new: Callable[[Any], Any]) -> None:
+    """Changes one value of a document's first row, and makes the checksums fit."""
     with MemoryBank.open(path) as bank:
         key = int(bank.row_keys[0])
-        [values] = bank.connection.rows(f"SELECT * FROM {table} WHERE key = ?", (key,))
-        [columns] = [[name for _, name, *_ in bank.connection.rows(f"PRAGMA table_info({table})")]]
+        columns = ("summary", "places", "weights", "codes")
+        [values] = bank.connection.rows(f"SELECT {', '.join(columns)} FROM row WHERE key = ?", (key,))
     row = dict(zip(columns, values))
     row[column] = new(row[column])
-    if table == "row":
-        row["crc"] = zlib.crc32(row["codes"])
-    elif table == "overview":
-        row["crc"] = overview_crc(row["summary"], row["places"], row["weights"])
-    alter(path, f"UPDATE {table} SET {column} = ?, crc = ? WHERE key = ?", row[column], row["crc"], key)
+    crcs = [row_crc(row[first], row["places"], row["weights"]) for first in ("codes", "summary")]
+    alter(path, f"UPDATE row SET {column} = ?, crc = ?, overview_crc = ? WHERE key = ?", row[column], *crcs, key)
 
 
 NAN, INFINITE = struct.pack("<f", float("nan")), struct.pack("<f", float("inf"))
-FORGED_ROWS: dict[str, tuple[str, str, str, Callable[[bytes], bytes]]] = {
-    "a number": ("fp32", "row", "codes", lambda data: NAN + data[4:]),
-    "a scale": ("int8", "row", "codes", lambda data: INFINITE + data[4:]),
-    "short": ("fp32", "row", "codes", lambda data: data[:-1]),
-    "nothing": ("pq", "row", "codes", lambda _: b""),
-    "a weight": ("int8", "overview", "weights", lambda data: INFINITE[2:] + data[2:]),
-    "no weight": ("bf16", "overview", "weights", lambda data: b"\0\0" + data[2:]),
-    "few weights": ("bf16", "overview", "weights", lambda data: data[2:]),
-    "a place": ("bf16", "overview", "places", lambda data: struct.pack("<i", WIDTH) + data[4:]),
-    "below": ("bf16", "overview", "places", lambda data: struct.pack("<i", -1) + data[4:]),
-    "odd places": ("int8", "overview", "places", lambda data: data + b"\0"),
+FORGED_ROWS: dict[str, tuple[str, str, Callable[[bytes], bytes]]] = {
+    "a number": ("fp32", "codes", lambda data: NAN + data[4:]),
+    "a scale": ("int8", "codes", lambda data: INFINITE + data[4:]),
+    "short": ("fp32", "codes", lambda data: data[:-1]),
+    "nothing": ("pq", "codes", lambda _: b""),
+    "a weight": ("int8", "weights", lambda data: INFINITE[2:] + data[2:]),
+    "no weight": ("bf16", "weights", lambda data: b"\0\0" + data[2:]),
+    "few weights": ("bf16", "weights", lambda data: data[2:]),
+    "a place": ("bf16", "places", lambda data: struct.pack("<i", WIDTH) + data[4:]),
+    "below": ("bf16", "places", lambda data: struct.pack("<i", -1) + data[4:]),
+    "odd places": ("int8", "places", lambda data: data + b"\0"),
 }
 
 
 @pytest.mark.parametrize("name", FORGED_ROWS)
 def test_rows_that_nobody_wrote(folder: Path, name: str) -> None:
-    kind, table, column, new = FORGED_ROWS[name]
+    kind, column, new = FORGED_ROWS[name]
     path = make(folder / "bank", kind)
-    rewrite(path, table, column, new)
+    rewrite(path, column, new)
     first = MemoryBank.open(path).document_ids[0]
     with MemoryBank.open(path) as bank:
         with pytest.raises(DamageError, match=r"bank is damaged: the memory tokens of 'b'"):
             _ = bank[first].phi
         assert bank["d"].phi.isfinite().all()
-        if bank.layout.summary and table == "overview":
+        if bank.layout.summary and column != "codes":
             with pytest.raises(DamageError):
                 list(bank.overview())
     assert "'b'" in str(verify(path))
@@ -200,7 +199,7 @@ def test_rows_that_nobody_wrote(folder: Path, name: str) -> None:
 @pytest.mark.parametrize("number", [NAN, INFINITE])
 def test_summaries_that_nobody_wrote(folder: Path, number: bytes) -> None:
     path = make(folder / "bank", "bf16")
-    rewrite(path, "overview", "summary", lambda data: data[:-4] + number)
+    rewrite(path, "summary", lambda data: data[:-4] + number)
     with MemoryBank.open(path) as bank, pytest.raises(DamageError, match="summary is not finite"):
         list(bank.overview())
     assert "summary is not finite" in str(verify(path))
@@ -232,16 +231,20 @@ def test_metadata_that_nobody_wrote(folder: Path, name: str) -> None:
     assert "document 'b'" in str(verify(path))
 
 
+LATE = 1 << 56
 STATEMENTS = {
     "no documents": "DELETE FROM document",
     "one document less": "DELETE FROM document WHERE id = 'b'",
-    "no rows": "UPDATE entry SET rows = 0",
-    "rows below none": "UPDATE entry SET rows = -1",
-    "many rows": f"UPDATE entry SET rows = {1 << 40}",
-    "many documents": f"UPDATE entry SET documents = {1 << 40}",
-    "another number of rows": "UPDATE entry SET rows = 1 WHERE sequence = 1",
-    "a late entry": f"UPDATE entry SET sequence = {(1 << 62) + 5} WHERE sequence = 5",
-    "a lost entry": "DELETE FROM entry WHERE sequence = 1",
+    **{
+        name: f"UPDATE document SET rows = {rows}, index_crc = index_crc(key, {rows}, hash, moment, supersedes)"
+        for name, rows in (("no rows", 0), ("rows below none", -1), ("many rows", 1 << 40))
+    },
+    "another number of rows": "UPDATE document SET rows = 7, index_crc = index_crc(key, 7, hash, moment, supersedes) "
+    "WHERE id = (SELECT max(id) FROM document GROUP BY key >> 16 HAVING count(*) > 1)",
+    "a number of rows without its checksum": "UPDATE document SET rows = 7 WHERE id = 'b'",
+    "a late entry": f"UPDATE document SET key = {LATE}, index_crc = index_crc({LATE}, rows, hash, moment, supersedes) "
+    "WHERE key = (SELECT max(key) FROM document)",
+    "a lost entry": "DELETE FROM document WHERE key >> 16 = 1",
     "another date": "UPDATE document SET moment = 5 WHERE id = 'b'",
     "another hash": "UPDATE document SET hash = 5 WHERE id = 'b'",
     "others superseded": "UPDATE document SET supersedes = x'0102030405060708' WHERE id = 'b'",

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -195,7 +196,7 @@ def test_a_schema_that_is_not_that_of_a_bank_is_refused(path: Path, statement: s
             MemoryBank.open(path, write=write)
 
 
-STEPS = ["_new_file", "_put_settings", "sync_folder", "check_format", "make_folder", "copy_to"]
+STEPS = ["_new_file", "sync_folder", "check_format", "make_folder", "copy_to"]
 
 
 @pytest.mark.parametrize("step", STEPS)
@@ -221,6 +222,23 @@ def test_a_creation_that_fails_leaves_nothing(path: Path, step: str, monkeypatch
         bank.close()
         gc.collect()  # readers go, and their logs
         path.unlink()
+
+
+def test_a_creation_that_has_failed_can_be_taken_back(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    bank = MemoryBank.create_on_commit(path, "f00d")
+    bank.put([Document("a", "")], memory(1))
+    keys = bank.row_keys.tolist()
+    with monkeypatch.context() as patch:
+        patch.setattr(database, "sync_folder", Mock(side_effect=OSError(28, "No space left on device")))
+        with pytest.raises(FullDiskError):
+            bank.commit()
+    bank.rollback()
+    assert len(bank) == 0
+    bank.put([Document("b", "")], memory(1, 5))
+    assert bank.row_keys.tolist() > keys  # a key is never used again
+    bank.commit()
+    bank.close()
+    assert contents(MemoryBank.open(path)) == {"b": 5.0}
 
 
 def test_the_log_of_a_bank_that_was_removed_is_no_part_of_the_next(path: Path) -> None:
@@ -335,7 +353,7 @@ def test_reading_does_not_load_the_bank(path: Path) -> None:
     gc.collect()
     before = private_bytes()
     reader = MemoryBank.open(path)
-    assert sum(float(reader.read(start, start + 1).sum()) for start in range(200)) > 0
+    assert sum(float(reader.take(torch.tensor([row])).sum()) for row in range(200)) > 0
     assert len([entry.document_id for entry in reader]) == 200
     gc.collect()
     assert private_bytes() - before < (20 << 20) + 200 * 64 * 256 * 4 // 10  # of which SQLite's cache takes 16

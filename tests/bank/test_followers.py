@@ -69,7 +69,7 @@ def test_a_reader_follows_commits_of_others(folder: Path) -> None:
         bank.commit()
         assert not reader.follows()
         assert reader.bank["a"].metadata == {"date": "2001"}
-        assert reader.bank.timeline.dating.dates[0] == reader.bank["a"].members[0].moment
+        assert reader.bank.directory.dates[0] == reader.bank["a"].members[0].moment
         bank.compact() if bank.refresh() else bank.commit()
         for name in reader.bank.document_ids[::2]:
             bank.delete(name)
@@ -185,7 +185,7 @@ def test_a_reader_refuses_what_it_cannot_follow_and_stays(folder: Path) -> None:
     moved(made(folder / "other", "xyz", "beef"), path)
     with pytest.raises(FingerprintError, match="model f00d and has been replaced by a bank of model beef"):
         reader.refresh()
-    alter(path, "UPDATE entry SET rows = 2")
+    alter(path, "UPDATE document SET rows = 2")
     with pytest.raises(DamageError):
         reader.refresh()
     path.unlink()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from mac_rag.bank import MemoryBank
 from mac_rag.bank import bank as module
 from mac_rag.bank.copies import backup, restore
 from mac_rag.bank.database import Connection
+from mac_rag.bank.directory import Directory
 from mac_rag.bank.keys_file import keys_path, read_keys_file
 from mac_rag.bank.rows import RowLayout, Summaries
 from mac_rag.data.types import Document
@@ -52,8 +54,7 @@ def read(path: Path) -> tuple[object, ...]:
 
 
 def seen(bank: MemoryBank) -> tuple[object, ...]:
-    timeline = bank.timeline
-    tensors = (bank.row_keys, timeline.hashes, *timeline.dating, timeline.members, timeline.rows)
+    tensors = (bank.row_keys, *(getattr(bank.directory, column.name) for column in fields(Directory)))
     summaries = Summaries.cat(list(bank.overview()))
     return (*(tensor.tolist() for tensor in (*tensors, *summaries[:4])), bank.phi.tolist(), bank.document_ids)
 
@@ -76,7 +77,7 @@ def is_used(path: Path) -> bool:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Connection, "rows", noted)
         list(bank.overview())
-    return bool(bank._state.keys) and not any("FROM overview" in statement for statement in statements)
+    return bool(bank._state.keys) and not any("overview_crc" in statement for statement in statements)
 
 
 def test_it_is_written_by_a_writer_that_closes_or_compacts_a_large_bank(folder: Path) -> None:

@@ -85,7 +85,7 @@ def test_each_group_becomes_its_nearest_codeword(rows: int, seed: int, size: flo
     torch.testing.assert_close(kept, expected_of(phi), rtol=1e-4, atol=1e-5)
     assert layout.row_shape(encoded) == (T, D)
     assert sum(len(row.codes) + len(row.summary) for row in layout.pack(encoded)) == rows * layout.row_bytes(T, D)
-    assert encoded.columns["product_codes"].shape == (rows, T - 1, M)
+    assert encoded["product_codes"].shape == (rows, T - 1, M)
     # What was rounded once stays what it is, so a bank can be copied again and again.
     torch.testing.assert_close(layout.decode(layout.encode(kept, QUANTIZER), QUANTIZER), kept, rtol=1e-5, atol=1e-5)
 

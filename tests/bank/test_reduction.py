@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from mac_rag.bank import MemoryBank
-from mac_rag.bank.reduction import BoundedBank, ClosestPair, Reduction, ReductionMethod
+from mac_rag.bank.reduction import BoundedBank, ClosestPair, ReductionMethod
 from mac_rag.data.provenance import content_hash
 from mac_rag.data.types import Document
 from mac_rag.errors import BankError, ConfigError
@@ -138,14 +138,13 @@ def test_the_limit_holds_and_every_document_is_accounted_for(
     method: ReductionMethod, maximum: int, groups: list[int], seed: int
 ) -> None:
     bounded = BoundedBank(MemoryBank("f00d"), maximum, method, seed=seed)
-    arrived, pruned, averaged = 0, list[str](), 0
+    arrived, pruned = 0, list[str]()
     for size in groups:
-        done = bounded.put(documents(arrived, arrived + size), random_phi(arrived, size))
+        pruned += bounded.put(documents(arrived, arrived + size), random_phi(arrived, size))
         arrived += size
-        pruned += done.forgotten
-        averaged += done.averaged
         assert len(list(bounded.bank)) == min(maximum, arrived)
     assert sorted(pruned + bounded.bank.document_ids) == sorted(str(number) for number in range(arrived))
+    averaged = sum(len(entry.members) - 1 for entry in bounded.bank)
     assert len(pruned) + averaged == max(0, arrived - maximum)
     for entry in bounded.bank:
         for member in entry.members:
@@ -195,10 +194,12 @@ def test_a_full_bank_is_reduced_to_the_limit(method: ReductionMethod) -> None:
     bank = MemoryBank("f00d")
     bank.put(documents(0, 20), random_phi(3, 20))
     bounded = BoundedBank(bank, 6, method)
-    done = bounded.reduce()
-    assert len(contents(bank)) == 6
-    assert len(done.forgotten) + done.averaged == 14
-    assert bounded.reduce() == Reduction((), 0)
+    forgotten = bounded.put([], random_phi(0, 0))
+    held = contents(bank)
+    assert len(held) == 6
+    assert len(forgotten) + sum(len(ids) - 1 for ids in held) == 14
+    assert bounded.put([], random_phi(0, 0)) == ()
+    assert contents(bank) == held
     if method == "nearest-averaging":
         grown = BoundedBank(MemoryBank("f00d"), 6, method)
         grown.put(documents(0, 20), random_phi(3, 20))
@@ -210,7 +211,7 @@ def test_random_choices_reach_every_entry() -> None:
     gone = set[str]()
     for seed in range(60):
         bounded = BoundedBank(MemoryBank("f00d"), 3, "random-pruning", seed=seed)
-        gone |= set(bounded.put(documents(0, 4), random_phi(0, 4)).forgotten)
+        gone |= set(bounded.put(documents(0, 4), random_phi(0, 4)))
     assert gone == {"0", "1", "2", "3"}
 
 
@@ -240,8 +241,8 @@ def test_updating_a_document_removes_the_entry_that_it_was_part_of() -> None:
     bounded = BoundedBank(MemoryBank("f00d"), 5, "nearest-averaging")
     bounded.put(documents(0, 6), random_phi(1, 6))
     merged = next(ids for ids in contents(bounded.bank) if len(ids) > 1)
-    done = bounded.put([Document(merged[0], "new text")], random_phi(9, 1))
-    assert set(done.forgotten) == set(merged[1:])
+    forgotten = bounded.put([Document(merged[0], "new text")], random_phi(9, 1))
+    assert set(forgotten) == set(merged[1:])
     assert set(bounded.bank.document_ids) == {"0", "1", "2", "3", "4", "5"} - set(merged[1:])
     assert bounded.bank[merged[0]].phi.tolist() == random_phi(9, 1).tolist()
 
@@ -253,6 +254,21 @@ def test_a_refused_document_changes_nothing() -> None:
     with pytest.raises(BankError):
         bounded.put([Document("a", ""), Document("a", "")], random_phi(1, 2))
     assert contents(bounded.bank) == before
+
+
+@every_method
+def test_a_row_that_is_refused_late_changes_nothing(method: ReductionMethod) -> None:
+    bounded, other = (BoundedBank(MemoryBank("f00d"), 3, method) for _ in range(2))
+    for one in (bounded, other):
+        one.put(documents(0, 3), random_phi(0, 3))
+    before, phi = contents(bounded.bank), random_phi(1, 4)
+    phi[3, 0, 0] = torch.nan
+    with pytest.raises(BankError, match="row 0 of 1 rows of memory tokens has numbers that are not finite"):
+        bounded.put(documents(3, 7), phi)
+    assert contents(bounded.bank) == before
+    for one in (bounded, other):
+        one.put(documents(3, 7), random_phi(2, 4))
+    assert contents(bounded.bank) == contents(other.bank)
 
 
 def test_faulty_options() -> None:

@@ -69,13 +69,13 @@ def test_rows_that_are_packed_and_unpacked_are_the_same(
     assert len(packed) == count
     index = data.draw(st.lists(st.integers(0, count - 1), max_size=4)) if count else []
     for some in (list(range(count)), index):
-        codes, summary, places, weights = ([each[column] for each in (packed[i] for i in some)] for column in range(4))
+        _, summary, places, weights, codes = ([packed[i][column] for i in some] for column in range(5))
         shape = layout.row_shape(rows)
         assert torch.equal(layout.decode(layout.unpack(codes, places, weights, *shape)), layout.decode(rows)[some])
         found = layout.unpack_summaries(summary, places, weights, *shape)
         assert torch.equal(found.summaries, summaries[some])
         sizes = layout.row_bytes(*shape) * len(some), sum(map(len, places)) + sum(map(len, weights))
-        assert sum(sizes) == sum(len(blob) for i in some for blob in packed[i])
+        assert sum(sizes) == sum(len(blob) for i in some for blob in packed[i][1:])
         assert torch.equal(Summaries.cat([found, found]).counts, found.counts.repeat(2))
 
 

@@ -265,10 +265,12 @@ class Banks(RuleBasedStateMachine):
         assert bank.row_keys.tolist() == [key for entry in entries for key in entry.keys]
         assert bank.row_members == [entry.ids for entry in entries for _ in entry.phi]
         moments = [member.moment for one in found for member in one.members]
-        assert bank.timeline.dating.dates.tolist() == moments
+        assert bank.directory.dates.tolist() == moments
         assert bank.supersedes == any("supersedes" in metadata for entry in entries for *_, metadata in entry.documents)
         allowed = set(IDS[::2])
         assert bank.visible_rows(allowed).tolist() == [allowed.issuperset(names) for names in bank.row_members]
+        sizes = [f"coalesce(sum(length({column})), 0)" for column in ("summary", "places", "weights", "codes")]
+        assert bank.nbytes == sum(bank.connection.rows(f"SELECT {', '.join(sizes)} FROM row")[0])
         if not entries:
             assert bank.row_shape is None
             return
@@ -276,7 +278,7 @@ class Banks(RuleBasedStateMachine):
         assert bank.row_shape == phi.shape[1:]
         assert torch.equal(bank.phi, phi)
         low, high = sorted(torch.randint(0, len(phi) + 1, (2,), generator=self.generator).tolist())
-        assert torch.equal(bank.read(low, high), phi[low:high])
+        assert torch.equal(bank.take(torch.arange(low, high)), phi[low:high])
         index = torch.randint(0, len(phi), (5,), generator=self.generator)
         assert torch.equal(bank.take(index), phi[index])
         if self.layout.summary or self.layout.lexical_vectors:

@@ -57,7 +57,18 @@ def test_zeros_of_keys_take_no_memory() -> None:
     words = torch.zeros(100, 3072)
     words[:, :80] = 1.0
     keys = PriorKeys.of(torch.zeros(100, 384), words)
-    assert keys.nbytes == 100 * (384 * 4 + 4 + 80 * 8)
+    tensors = (keys.dense, keys.counts, keys.places, keys.weights)
+    assert sum(tensor.nbytes for tensor in tensors) == 100 * (384 * 4 + 4 + 80 * 8)
+
+
+def test_numbers_in_bf16_are_multiplied_as_numbers_in_float32() -> None:
+    generator = torch.Generator().manual_seed(0)
+    words = torch.rand(50, 30, generator=generator) * (torch.rand(50, 30, generator=generator) < 0.3)
+    whole = PriorKeys.of(torch.rand(50, 4, generator=generator), words.bfloat16().float())
+    half = PriorKeys(whole.dense, whole.counts, whole.places, whole.weights.bfloat16(), 30)
+    queries = torch.rand(3, 34, generator=generator)
+    assert torch.equal(half.products(queries), whole.products(queries))
+    assert torch.equal(half.take(torch.tensor([7, 0])), whole.take(torch.tensor([7, 0])))
 
 
 DAY = 86_400_000_000

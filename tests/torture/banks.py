@@ -15,7 +15,7 @@ from typing import Any, TypeAlias
 import torch
 
 from mac_rag.bank import MemoryBank
-from mac_rag.bank.rows import RowLayout, overview_crc
+from mac_rag.bank.rows import RowLayout, row_crc
 from mac_rag.bank.verify import verify
 from mac_rag.data.types import Document
 from mac_rag.nn.product_quantizer import ProductQuantizer
@@ -58,7 +58,7 @@ class Torture(Mutations):
     def ways(self, folder: Path, *, sealed: bool) -> Sequence[Way]:
         self._is_sealed = sealed
         if sealed:
-            return [_setting, _row, _document, _overview, _codebook, _number, _schema]
+            return [_setting, _row, _document, _codebook, _number, _schema]
         return [damage_bytes, damage_bytes, damage_kind]
 
     def check(self, folder: Path) -> None:
@@ -107,7 +107,7 @@ def _read(path: Path) -> State:
         assert sum(len(rows) for _, rows, _ in entries) == len(keys)
         if len(bank):
             assert len(bank.row_members) == len(keys)
-        return names, phi.tolist(), summaries, entries, bank.timeline.dating.dates.tolist(), bank.id_hashes.tolist()
+        return names, phi.tolist(), summaries, entries, bank.directory.dates.tolist(), bank.directory.hashes.tolist()
 
 
 def _change(path: Path) -> None:
@@ -143,10 +143,14 @@ def _setting(folder: Path, rng: random.Random) -> str:
 
 def _row(folder: Path, rng: random.Random) -> str:
     with _database(folder) as connection:
-        key, codes = _one(connection, rng, "key, codes", "row")
-        codes = mutate_bytes(codes, rng)
-        connection.execute("UPDATE row SET codes = ?, crc = ? WHERE key = ?", (codes, zlib.crc32(codes), key))
-    return codes[:60].hex()
+        key, *blobs = _one(connection, rng, "key, codes, summary, places, weights", "row")
+        place = rng.randrange(4)
+        blobs[place] = mutate_bytes(blobs[place], rng)
+        connection.execute(
+            "UPDATE row SET codes = ?, summary = ?, places = ?, weights = ?, crc = ?, overview_crc = ? WHERE key = ?",
+            (*blobs, row_crc(blobs[0], *blobs[2:]), row_crc(*blobs[1:]), key),
+        )
+    return str(blobs)[:200]
 
 
 def _document(folder: Path, rng: random.Random) -> str:
@@ -163,21 +167,6 @@ def _document(folder: Path, rng: random.Random) -> str:
     return str(fields)[:300]
 
 
-def _overview(folder: Path, rng: random.Random) -> str:
-    with _database(folder) as connection:
-        found = _one(connection, rng, "key, summary, places, weights", "overview")
-        if found is None:
-            return "nothing"
-        key, *blobs = found
-        place = rng.randrange(3)
-        blobs[place] = mutate_bytes(blobs[place], rng)
-        connection.execute(
-            "UPDATE overview SET summary = ?, places = ?, weights = ?, crc = ? WHERE key = ?",
-            (*blobs, overview_crc(*blobs), key),
-        )
-    return str(blobs)[:200]
-
-
 def _codebook(folder: Path, rng: random.Random) -> str:
     with _database(folder) as connection:
         found = connection.execute("SELECT data FROM codebook").fetchone()
@@ -189,9 +178,8 @@ def _codebook(folder: Path, rng: random.Random) -> str:
 def _number(folder: Path, rng: random.Random) -> str:
     """A number of the tables that say what belongs to what."""
     table, column = rng.choice(
-        [("entry", "sequence"), ("entry", "rows"), ("entry", "documents"), ("document", "key"), ("document", "hash"),
-         ("document", "moment"), ("row", "key"), ("row", "tokens"), ("row", "crc"), ("change", "entry"),
-         ("writer", "version")]
+        [("document", "key"), ("document", "rows"), ("document", "hash"), ("document", "moment"), ("row", "key"),
+         ("row", "tokens"), ("row", "crc"), ("change", "entry"), ("writer", "version")]
     )  # fmt: skip
     numbers = [value for value in VALUES if type(value) is int and -(1 << 63) <= value < 1 << 63]
     with _database(folder) as connection:
@@ -212,7 +200,7 @@ def _schema(folder: Path, rng: random.Random) -> str:
             "CREATE VIEW v AS SELECT * FROM row",
             "CREATE INDEX i ON row (tokens)",
             "CREATE TABLE more (a)",
-            "DROP TABLE overview",
+            "DROP TABLE text",
             "DROP TABLE setting",
             "ALTER TABLE row ADD COLUMN more TEXT",
             "PRAGMA user_version = 2",

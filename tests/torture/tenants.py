@@ -20,7 +20,7 @@ from mac_rag.data.types import Document
 from mac_rag.engine import MACEngine
 from mac_rag.errors import BankError
 from mac_rag.retrieval import BM25Retriever
-from tests.bank.helpers import READINGS, ROUNDING, random_rows
+from tests.bank.helpers import READINGS, ROUNDING, put_entries, random_rows
 from tests.retrieval.helpers import RETRIEVERS
 from tests.torture.changes import small_model
 from tests.torture.part import Part
@@ -95,7 +95,7 @@ class Torture(Part):
                 bank.delete(draw.choice(bank.document_ids))
         allowed = _some(names, draw)
         seen = [entry for entry in bank if all(member.document_id in allowed for member in entry.members)]
-        fresh.restore(seen)
+        put_entries(fresh, seen)
         if not seen:
             _refused(lambda: reader.aggregate(_QUESTIONS, allowed))
             return

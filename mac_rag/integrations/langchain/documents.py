@@ -15,8 +15,8 @@ from langchain_core.documents import Document as LangChainDocument
 from langchain_core.retrievers import BaseRetriever
 from pydantic import BaseModel, Field, PrivateAttr, model_validator
 
-from mac_rag.bank.metadata_filters import Filters, fits
 from mac_rag.data.dates import AsOf
+from mac_rag.data.provenance import Filters, fits
 from mac_rag.data.types import Document, Source
 from mac_rag.engine import MACEngine
 from mac_rag.errors import BankError, ConfigError, DocumentError
@@ -130,7 +130,7 @@ class WhereMetadata(PassingDocuments[Filters]):
         return self._key
 
     def passes(self, document_id: str, metadata: Mapping[str, Any]) -> bool:
-        """True if the metadata match; see `mac_rag.bank.metadata_filters.fits`."""
+        """True if the metadata match; see `mac_rag.data.provenance.fits`."""
         return fits(metadata, self.filters)
 
 
