@@ -37,7 +37,6 @@ class Aggregated:
     Attributes:
         phi: `[B, T, D]`, phi* of each question; or the rows that each question sees (`OwnKVReader`).
         discarded: `[B]`, the share of the document prior on rows that were not attended to; zero if all rows were.
-            `PriorIndex.search` tells when it is exact.
         unread: the share of the documents that could not be read; zero if the bank is one.
         mass: `[B, K]`, the share of each question's attention that goes to each row, where it was asked for.
     """

@@ -11,7 +11,6 @@ from torch import Tensor
 from mac_rag.bank.bank import Contents
 from mac_rag.bank.base_reader import Aggregated, BringsReader, NetworkReader, Reader, RecentQuestions, prior_summary
 from mac_rag.bank.own_kv_reader import OwnKVReader
-from mac_rag.bank.prior_index import PriorIndex
 from mac_rag.bank.projection import ProjectedBank
 from mac_rag.config import AttentionConfig
 from mac_rag.errors import ConfigError
@@ -52,13 +51,11 @@ class BankReader(NetworkReader):
             )
         super().__init__(model, bank, config)
         self._rows: ProjectedBank | None = None
-        self._priors = PriorIndex()
 
     def follow(self, bank: BankContents) -> None:
         assert isinstance(bank, Contents)
         if bank.history != self.bank.history:
             self._rows, self._recent = None, RecentQuestions()
-            self._priors = PriorIndex()
         self.bank = bank
         if self._rows is not None:
             self._rows.bank = bank
@@ -95,22 +92,16 @@ class BankReader(NetworkReader):
         return prior_summary(scores, visible), len(keys) if visible is None else int(visible.sum())
 
     def _preselect(self, question: MemoryTokens, visible: Tensor | None) -> tuple[BankView, Tensor, Tensor]:
-        """The rows with the highest prior: a view, their numbers `[B, N]`, and the discarded prior `[B]`."""
+        """The rows with the highest prior: a view, and `highest`."""
         prior = self.model.aggregation.prior
-        view = self._projected()
-        prior_keys = view.prior_keys
         assert prior is not None
-        assert prior_keys is not None
-        queries, scale, n = prior.queries(question), prior.log_scale.exp(), self.config.preselected
-        if visible is None:
-            self._priors.refresh(view.row_keys, prior_keys)
-            index, discarded = self._priors.search(queries, scale, n)
-        else:
-            rows = visible.nonzero()[:, 0]
-            among = PriorIndex(exact_rows=len(rows))
-            among.refresh(view.row_keys[rows], prior_keys[rows.to(prior_keys.device)])
-            index, discarded = among.search(queries, scale, n)
-            index = rows.to(index.device)[index]
+        view = self._projected()
+        scores = prior.score(prior.queries(question), prior_keys_of(view))
+        count = scores.shape[1]
+        if visible is not None:
+            scores = scores.masked_fill(~visible.to(scores.device), -torch.inf)
+            count = int(visible.sum())
+        index, discarded = highest(scores, min(self.config.preselected, count))
         return view.select(index), index, discarded
 
     def _projected(self) -> ProjectedBank:
@@ -124,6 +115,18 @@ class BankReader(NetworkReader):
             )
         self._rows.refresh()
         return self._rows
+
+
+def highest(scores: Tensor, n: int) -> tuple[Tensor, Tensor]:
+    """The n highest of scores `[B, K]`: their places `[B, n]`, ascending, and the share of the softmax on all others.
+
+    Examples:
+        >>> highest(torch.tensor([[1.0, 3.0, 1.0, 3.0]]), 2)
+        (tensor([[1, 3]]), tensor([0.1192]))
+    """
+    best, index = scores.topk(n, dim=-1)
+    others = -torch.expm1(best.logsumexp(-1) - scores.logsumexp(-1))
+    return index.sort(-1).values, others.clamp(0, 1)
 
 
 def reader_of(

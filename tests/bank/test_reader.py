@@ -7,10 +7,12 @@ from typing import Literal
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from mac_rag.bank import MemoryBank
 from mac_rag.bank.base_reader import RecentQuestions
-from mac_rag.bank.reader import BankReader
+from mac_rag.bank.reader import BankReader, highest
 from mac_rag.config import AttentionConfig
 from mac_rag.data.newswire.generate import generate
 from mac_rag.data.types import Document
@@ -162,3 +164,14 @@ def test_one_row_is_not_ahead_of_others(tiny_model: MACModel) -> None:
     assert two is not None
     difference = (scores[:, 3] - scores[:, 5]).abs().clamp(max=4.0)
     torch.testing.assert_close(two[:, 1].clamp(max=4.0), difference, rtol=0.1, atol=0.05)
+
+
+@settings(max_examples=40, deadline=None)
+@given(rows=st.integers(1, 60), n=st.integers(1, 60), questions=st.integers(1, 5), scale=st.floats(0.1, 30))
+def test_rows_are_preselected_by_all_scores_sorted(rows: int, n: int, questions: int, scale: float) -> None:
+    scores = scale * torch.randn(questions, rows, generator=torch.Generator().manual_seed(rows), dtype=torch.float64)
+    index, others = highest(scores, min(n, rows))
+    best = [sorted(sorted(range(rows), key=row.__getitem__)[-n:]) for row in scores.tolist()]
+    assert index.tolist() == best
+    shares = [1 - float(row[kept].sum()) for row, kept in zip(scores.softmax(-1), best, strict=True)]
+    torch.testing.assert_close(others, torch.tensor(shares, dtype=torch.float64), atol=1e-12, rtol=1e-9)
