@@ -14,6 +14,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, MutableMapping
 from contextlib import asynccontextmanager, contextmanager, suppress
 from importlib.metadata import version
+from ipaddress import ip_address
 from pathlib import Path
 from typing import Any
 
@@ -182,6 +183,9 @@ def _place(fault: Any) -> list[str]:
 PUBLIC = frozenset({"/health", "/ready", *_PAGE})
 _HEADER_BYTES = 32 << 10
 _LOOPBACK = frozenset({"localhost", "127.0.0.1", "[::1]"})
+# What proxies add to a request. A header that begins with x-forwarded counts, too.
+_FORWARDING = frozenset({b"forwarded", b"via", b"x-real-ip", b"x-client-ip", b"x-cluster-client-ip", b"x-original-host",
+                         b"client-ip", b"true-client-ip", b"cf-connecting-ip", b"cf-ray", b"fly-client-ip"})  # fmt: skip
 _HEADERS = {
     b"content-security-policy": b"default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
     b"img-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
@@ -201,8 +205,9 @@ class Gate:
         app: the application.
         service: the server's keys, limits and metrics.
         anyone: True to let requests without a key do everything, until the first key is made.
-        any_host: True to take any `Host` header of such requests. Otherwise it must name the loopback address, so that
-            a page of another site cannot reach the server under a domain name of its own (DNS rebinding).
+        any_host: True to take such requests from other machines. Otherwise they must come from this one, without a
+            proxy, and their `Host` header must name the loopback address, so that a page of another site cannot reach
+            the server under a domain name of its own (DNS rebinding).
     """
 
     def __init__(self, app: ASGIApp, service: Service, *, anyone: bool, any_host: bool) -> None:
@@ -251,9 +256,10 @@ class Gate:
             raise APIError(400, f"Content-Length is {length!r:.40}; give the number of bytes of the body")
         if length is not None and int(length) > self._service.limits.body_bytes:
             raise self._too_large()
-        if self._service.keys:
-            self._anyone = False  # for good, even if all keys are removed later
+        if self._anyone and self._service.keys.was_used:
+            self._anyone = False
         if self._anyone:
+            self._check_peer(scope)
             self._check_site(scope)
         if scope["path"] in PUBLIC:
             return None
@@ -269,6 +275,20 @@ class Gate:
         if who is None:
             raise APIError(401, "the key is missing or unknown; send Authorization: Bearer KEY", code="invalid_api_key")
         return who
+
+    def _check_peer(self, scope: Scope) -> None:
+        """Refuses what comes from another machine, or through a proxy. For a server without keys."""
+        if self._any_host:
+            return
+        peer = (scope.get("client") or ("",))[0]
+        # nginx adds no header by default, but speaks HTTP/1.0 then, which no program of today does.
+        forwarded = scope["http_version"] == "1.0" or any(
+            name in _FORWARDING or name.startswith(b"x-forwarded") for name, _ in scope["headers"]
+        )
+        if forwarded or not is_loopback(peer):
+            raise APIError(
+                403, "without keys, this server answers this machine alone, and no proxy; make a key", code="not_local"
+            )
 
     def _check_site(self, scope: Scope) -> None:
         """Refuses requests that a page of another site makes a browser send. For a server without keys."""
@@ -331,6 +351,14 @@ class _SecuredSend:
             kept = [(name, value) for name, value in own if name.lower() not in _HEADERS and name != b"server"]
             message = {**message, "headers": [*kept, *_HEADERS.items()]}
         await self._send(message)
+
+
+def is_loopback(host: str) -> bool:
+    """True for an address of this machine that others cannot reach, and for localhost."""
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 def _method(scope: Scope) -> str:
