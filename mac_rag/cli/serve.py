@@ -64,12 +64,20 @@ def serve(
     requests_per_minute: Annotated[
         int, typer.Option(min=0, help="Most requests a minute of one key; 0 for any number.")
     ] = 1_200,
+    allow_origin: Annotated[
+        str | None,
+        typer.Option(
+            help="Origins of other sites whose pages may use the server (CORS), such as https://app.example.org, with "
+            "spaces between them.",
+            show_default="none",
+        ),
+    ] = None,
     device_map: DeviceMapOption = None,
     ray: Annotated[
         bool,
         typer.Option(
             "--ray",
-            help="Answer in several processes, with Ray Serve: on the cluster at RAY_ADDRESS, or else on this machine. "
+            help="Answer in several processes, with Ray: on the cluster at RAY_ADDRESS, or else on this machine. "
             "New banks are in shards.",
         ),
     ] = False,
@@ -113,7 +121,14 @@ def serve(
         say(f"no key is left, so nobody is let in: mac-rag key add NAME --data {data}", err=True)
     limits = Limits(pending=pending, question_seconds=seconds, requests_per_minute=requests_per_minute)
     service = _service(data, model, model_name, limits, device_map, (replicas or _REPLICAS) if ray else None)
-    run(service, host=host, port=port, anyone=not has_keys, any_host=not is_loopback(host))
+    run(
+        service,
+        host=host,
+        port=port,
+        anyone=not has_keys,
+        any_host=not is_loopback(host),
+        origins=(allow_origin or "").split(),
+    )
 
 
 def mcp(data: DataOption, model: ModelOption = DEFAULT_MODEL, device_map: DeviceMapOption = None) -> None:

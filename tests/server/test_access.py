@@ -137,6 +137,21 @@ class TestKeys:
             assert answer.status_code == 404
             assert answer.text == absent.text
 
+    def test_metrics_tell_of_all_banks_so_they_need_a_key_for_all(self, mac_tiny: MACModel, tmp_path: Path) -> None:
+        store = KeyStore(tmp_path / "keys.json")
+        tokens = [store.add(name, "admin", banks) for name, banks in (("all", ["*"]), ("acme", ["acme-*"]))]
+        with serving(tmp_path, mac_tiny, anyone=False) as running:
+            root, tenant = map(running.client, tokens)
+            for name in ("initech-secret", "acme-news"):
+                root.post("/v1/banks", json={"name": name}).raise_for_status()
+            running.service.catalog.unavailable |= {"initech-broken", "acme-broken"}
+            assert 'bank="initech-secret"' in root.get("/metrics").text
+            assert tenant.get("/metrics").status_code == 403
+            listed = {bank["name"]: bank["state"] for bank in tenant.get("/v1/banks").json()["data"]}
+            assert listed == {"acme-news": "open", "acme-broken": "broken"}
+            for path in ("/ready", "/health", "/v1/models", "/v1/banks", "/v1/jobs"):
+                assert "initech" not in tenant.get(path).text
+
     def test_a_removed_key_ends_at_once_and_the_server_stays_shut(self, mac_tiny: MACModel, tmp_path: Path) -> None:
         store = KeyStore(tmp_path / "keys.json")
         token = store.add("only", "admin", ["*"])
@@ -242,6 +257,30 @@ class TestWithoutKeys:
     def test_its_own_page_is_not(self, running: Running) -> None:
         headers = {"Origin": running.url, "Sec-Fetch-Site": "same-origin"}
         assert running.client().get("/v1/banks", headers=headers).status_code == 200
+
+    def test_sites_that_are_named_may_use_it(self, running: Running) -> None:
+        origin = "https://app.example.org"
+        preflight = {"Origin": origin, "Access-Control-Request-Method": "POST",
+                     "Access-Control-Request-Headers": "authorization, content-type"}  # fmt: skip
+        foreign = {"Origin": origin, "Sec-Fetch-Site": "cross-site"}
+
+        async def told(origins: list[str]) -> list[httpx.Response]:
+            there = httpx.ASGITransport(
+                make_app(running.service, anyone=True, origins=origins), client=("127.0.0.1", 1)
+            )
+            async with httpx.AsyncClient(transport=there, base_url="http://localhost") as client:
+                return [
+                    await client.options("/v1/banks", headers=preflight),
+                    await client.get("/v1/banks", headers=foreign),
+                ]
+
+        asked, answered = asyncio.run(told([origin]))
+        assert asked.headers["access-control-allow-origin"] == origin
+        assert "authorization" in asked.headers["access-control-allow-headers"].lower()
+        assert (answered.status_code, answered.headers["access-control-allow-origin"]) == (200, origin)
+        for response in asyncio.run(told(["https://other.example"])):
+            assert "access-control-allow-origin" not in response.headers
+        assert response.status_code == 403
 
     def test_no_other_site_may_read_answers(self, running: Running) -> None:
         response = running.client().get("/v1/banks")
