@@ -226,6 +226,7 @@ def _place(fault: Any) -> list[str]:
 # Paths that need no key, because they reveal nothing about any bank.
 PUBLIC = frozenset({"/health", "/ready", *_PAGE})
 _HEADER_BYTES = 32 << 10
+_AGENT_BYTES = 1 << 20  # the SDK parses a message of MCP in the event loop
 _LATER = {"Retry-After": "1"}
 _KEYS_BODIES = 4  # keys whose bodies may be as large as those of one key may be at most
 _LOOPBACK = frozenset({"localhost", "127.0.0.1", "[::1]"})
@@ -287,7 +288,7 @@ class Gate:
             who = self._admit(scope)
             scope.setdefault("state", {})["principal"] = who
             OWNER.set("" if who is None else who.name)
-            with self._bounded(receive, OWNER.get()) as bounded:
+            with self._bounded(scope, receive, OWNER.get()) as bounded:
                 await self._app(scope, bounded, sent)
         except APIError as error:
             await _refuse(error, scope, receive, sent)
@@ -315,8 +316,8 @@ class Gate:
         length = _only(scope, b"content-length")
         if length is not None and (not length.isdigit() or len(length) > 15):
             raise APIError(400, f"Content-Length is {length!r:.40}; give the number of bytes of the body")
-        if length is not None and int(length) > self._service.limits.body_bytes:
-            raise self._too_large()
+        if length is not None and int(length) > self._largest(scope):
+            raise self._too_large(scope)
         if self._anyone and self._service.keys.was_used:
             self._anyone = False
         if self._anyone:
@@ -371,7 +372,7 @@ class Gate:
             )
 
     @contextmanager
-    def _bounded(self, receive: Receive, key: str) -> Iterator[Receive]:
+    def _bounded(self, scope: Scope, receive: Receive, key: str) -> Iterator[Receive]:
         """`receive` with bounds on the body's size, on that of all bodies of the key, and on the time that it takes."""
         limits = self._service.limits
         size, complete = 0, False
@@ -391,8 +392,8 @@ class Gate:
             more = len(message.get("body", b""))
             size += more
             self._bodies[key] += more
-            if size > limits.body_bytes:
-                raise HTTPException(413, self._too_large().message)
+            if size > self._largest(scope):
+                raise HTTPException(413, self._too_large(scope).message)
             if self._bodies[key] > limits.bodies_bytes or self._bodies.total() > _KEYS_BODIES * limits.bodies_bytes:
                 raise HTTPException(429, "the server holds too many bytes of other requests; try again", _LATER)
             complete = message["type"] != "http.request" or not message.get("more_body", False)
@@ -403,8 +404,12 @@ class Gate:
         finally:
             self._bodies -= Counter({key: size})
 
-    def _too_large(self) -> APIError:
-        most = self._service.limits.body_bytes
+    def _largest(self, scope: Scope) -> int:
+        """Most bytes of a body."""
+        return _AGENT_BYTES if scope["path"] == "/mcp" else self._service.limits.body_bytes
+
+    def _too_large(self, scope: Scope) -> APIError:
+        most = self._largest(scope)
         return APIError(413, f"the body has more than {most:,} bytes; send it in parts", code="too_large")
 
 
