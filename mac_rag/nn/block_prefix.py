@@ -63,11 +63,11 @@ class BlockPrefix(Modulation):
         *before, heads, _, width = self._opening.shape
         shape = (*before, len(self._documents), repeats, heads, self.prefix_length, width)
         filled = self._opening.new_zeros(shape, dtype=dtype)
-        for row, documents in zip(filled.unbind(2), self._documents, strict=True):
+        for row, documents in enumerate(self._documents):
             start = 0
             for part in (self._opening, *documents):
                 stop = start + part.shape[3]
-                row[..., start:stop, :] = part[:, :, None]
+                filled[:, :, row, ..., start:stop, :] = part[:, :, None]
                 start = stop
         batch = filled.flatten(2, 3)  # [layers, 2, B, kv_heads, P, head_width]
         # Without a configuration the cache keeps all positions, even in layers with a sliding window.

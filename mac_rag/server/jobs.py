@@ -321,6 +321,8 @@ class Jobs:
             with self._changed:
                 self._current = None
                 self._used[job.owner] = self._used.get(job.owner, 0.0) + time.monotonic() - began
+                if job.cancelled.is_set() and job.is_open:
+                    job.state, has_ended = "cancelled", True
                 if has_ended:
                     self._end(job)
                 elif not self._closing:
