@@ -56,6 +56,7 @@ class Replicas:
         actor: Any = ray.remote(Replica).options(max_restarts=-1, max_concurrency=4 * most, **resources)
         started = [actor.remote(place, model.fingerprint, folder.resolve(), most, patience) for _ in range(count)]
         self._running = dict.fromkeys(started, 0)  # replica -> number of questions that it has
+        self._lost: dict[Any, Any] = {}  # replica that has died -> what is done once it has started again
         try:
             ray.get([replica.ready.remote() for replica in started])
         except ray.exceptions.RayError as error:
@@ -80,8 +81,6 @@ class Replicas:
                     if cancelled is not None and cancelled():
                         self._ray.cancel(response)
                         raise CancelledError("nobody waits for this request any more, so it was not run") from None
-                except Exception as error:
-                    raise self._known(error) from None
 
     def stream(self, sent: SentQuestions) -> Iterator[str | Reply]:
         """Yields an answer piece by piece from one of the replicas.
@@ -98,8 +97,6 @@ class Replicas:
             except GeneratorExit:
                 self._ray.cancel(response)
                 raise
-            except Exception as error:
-                raise self._known(error) from None
 
     def close(self) -> None:
         """Ends the replicas. A second call does nothing."""
@@ -109,28 +106,36 @@ class Replicas:
 
     @contextmanager
     def _one(self) -> Iterator[Any]:
-        """The replica that has the fewest questions."""
+        """The replica that has the fewest questions, of those that have not died and not started again yet."""
         with self._lock:
             if not self._running:
                 raise closing("the server is closing, so nothing was done")
-            replica = min(self._running, key=self._running.__getitem__)
+            self._lost = {one: back for one, back in self._lost.items() if not self._ray.wait([back], timeout=0)[0]}
+            here = [one for one in self._running if one not in self._lost] or list(self._running)
+            replica = min(here, key=self._running.__getitem__)
             self._running[replica] += 1
         try:
             yield replica
+        except Exception as error:
+            raise self._known(error, replica) from None
         finally:
             with self._lock:
                 if replica in self._running:
                     self._running[replica] -= 1
 
-    def _known(self, error: Exception) -> Exception:
+    def _known(self, error: Exception, replica: Any) -> Exception:
         """The error that a replica raised; 503 for a lost replica."""
         cause: object = getattr(error, "cause", None)
         if isinstance(cause, MACError | APIError):
             return cause
         errors = self._ray.exceptions
         is_lost = isinstance(error, errors.RayError) and not isinstance(error, errors.RayTaskError)
-        lost = APIError(503, "the process that was to answer has died; ask again", code="lost", retry_after=1)
-        return lost if is_lost else error
+        if not is_lost:
+            return error
+        with self._lock:
+            if replica not in self._lost:
+                self._lost[replica] = replica.ready.options(max_task_retries=-1).remote()
+        return APIError(503, "the process that was to answer has died; ask again", code="lost", retry_after=1)
 
 
 @dataclass(frozen=True)
