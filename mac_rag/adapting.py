@@ -75,6 +75,7 @@ class DocumentWriter:
         *,
         on_bad: Callable[[int, MACError], object] | None = None,
         progress: bool = False,
+        cancelled: Callable[[], bool] | None = None,
     ) -> Plan:
         """Token ids of the documents that are new to a bank or changed, with one row per chunk.
 
@@ -88,6 +89,7 @@ class DocumentWriter:
             on_bad: called with the index and the error of each document that is left out of the plan; None to raise the
                 error.
             progress: shows a progress bar, which also moves within a long document.
+            cancelled: as `MACEngine.adapt` takes it.
 
         Raises:
             DocumentError: for a document that is empty, has too many rows for a bank, or, with `on_long="error"`,
@@ -111,7 +113,8 @@ class DocumentWriter:
         check_supersession(members, bank)
         new = [each for each in good if not is_held(bank, each[1].id, members[each[1].id].content_hash)]
         plan: Plan = {}
-        with progress_bar("split", sum(len(document.text) for _, document in new), disable=not progress) as bar:
+        characters = sum(len(document.text) for _, document in new)
+        with progress_bar("split", characters, disable=not progress, cancelled=cancelled) as bar:
             for index, document in new:
                 if holds_text(bank, document):
                     plan[document.id] = []
@@ -175,6 +178,7 @@ class DocumentWriter:
         unfiled: Container[str],
         *,
         progress: bool = False,
+        cancelled: Callable[[], bool] | None = None,
     ) -> tuple[int, tuple[str, ...]]:
         """Writes the `unfiled` documents to the retriever and the planned ones to the bank.
 
@@ -186,6 +190,7 @@ class DocumentWriter:
             plan: token ids of the documents that the bank lacks.
             unfiled: ids of the documents that the retriever lacks.
             progress: shows a progress bar, which moves with every batch.
+            cancelled: as `MACEngine.adapt` takes it.
 
         Returns:
             The number of rows of memory tokens that were written, and the ids of documents that the bank forgot.
@@ -193,7 +198,8 @@ class DocumentWriter:
         count = saved = 0
         forgotten: list[str] = []
         committed = time.monotonic()
-        with progress_bar("adapt", sum(map(len, plan.values())), disable=not progress) as bar:
+        rows_in_all = sum(map(len, plan.values()))
+        with progress_bar("adapt", rows_in_all, disable=not progress, cancelled=cancelled) as bar:
             for first in range(0, len(documents), GROUP):
                 end = min(first + GROUP, len(documents))
                 encoded: list[Written | None] = []

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -15,6 +17,14 @@ from mac_rag.errors import CancelledError
 _Request = TypeVar("_Request")
 _Result = TypeVar("_Result")
 
+# On whose behalf a thread waits, such as the name of a client's key. Owners share the time, not the turns.
+OWNER: ContextVar[str] = ContextVar("OWNER", default="")
+# Seconds in which the next request of the owner that had the last turn is awaited, before one that has used more time
+# gets a turn. So somebody who asks again after each answer gets half of the time beside somebody who always waits.
+_AWAITED = 0.05
+# As long as another owner had a turn within so many seconds, one owner's part of a batch is at most so large, because
+# whoever comes next waits for the whole batch.
+_SHARED, _LARGEST_PART = 30.0, 4
 # Before a batch begins, its thread lets the others run until so many times in a row none of them has brought a request.
 # So a crowd that comes at once is not cut in two. A thread that is alone loses a fraction of a millisecond.
 _IDLE_YIELDS = 2
@@ -30,6 +40,7 @@ class _Entry:
         done: True once there is an outcome.
         abandoned: True once its thread has stopped waiting.
         cancelled: True once nobody waits for the outcome any more; None if somebody always does.
+        owner: `OWNER` of the thread.
     """
 
     request: Any = None
@@ -40,6 +51,7 @@ class _Entry:
     abandoned: bool = False
     cancelled: Callable[[], bool] | None = None
     thread: int = field(default_factory=threading.get_ident)
+    owner: str = field(default_factory=OWNER.get)
 
     @property
     def is_cancelled(self) -> bool:
@@ -48,6 +60,8 @@ class _Entry:
 
 class BatchingQueue:
     """Gives one thread at a time its turn, the one that has waited longest. Requests that wait together share a turn.
+
+    Of several owners that wait, the one that has used the least time comes first.
 
     There is no thread behind it: the thread whose turn it is runs its own request, together with all that wait with the
     same group. While it does, requests arrive, and they become the next batches. So a request that comes alone runs at
@@ -69,6 +83,11 @@ class BatchingQueue:
         self._changed = threading.Condition(threading.Lock())
         self._waiting: deque[_Entry] = deque()
         self._holder: _Entry | None = None
+        self._used: dict[str, float] = {}  # seconds of each owner's turns; who was away does not save them up
+        self._level = 0.0  # what the owner of the last turn had used before it
+        self._paying: list[str] = []  # the owners of what runs in the present turn
+        self._began = self._ended = 0.0  # times of the last turn's begin and end
+        self._last: dict[str, float] = {}  # time of each owner's last turn
         self._last_batch = 1  # requests
         self.patience = 0.0
 
@@ -76,6 +95,12 @@ class BatchingQueue:
     def is_crowded(self) -> bool:
         """True if somebody waits for a turn."""
         return bool(self._waiting)
+
+    @property
+    def is_shared(self) -> bool:
+        """True if somebody else than this thread's owner has had a turn lately."""
+        since = time.monotonic() - _SHARED
+        return any(last > since for owner, last in list(self._last.items()) if owner not in ("", OWNER.get()))
 
     @contextmanager
     def turn(self) -> Iterator[None]:
@@ -137,22 +162,39 @@ class BatchingQueue:
     def _wait(self, entry: _Entry) -> bool:
         """Waits until it is the entry's turn (True), or another thread has run its request (False)."""
         with self._changed:
+            self._used[entry.owner] = max(self._used.get(entry.owner, 0.0), self._level)
             self._waiting.append(entry)
             while not entry.done:
                 if entry.is_cancelled and entry in self._waiting:
                     raise CancelledError("nobody waits for this request any more, so it was not run")
-                if self._holder is None and self._waiting[0] is entry:
-                    self._holder = self._waiting.popleft()
+                seconds = self._seconds_before(entry)
+                if seconds == 0:
+                    self._waiting.remove(entry)
+                    self._holder, self._paying = entry, [entry.owner]
+                    self._level, self._began = self._used[entry.owner], time.monotonic()
                     return True
-                self._changed.wait()
+                self._changed.wait(seconds)
         return False
+
+    def _seconds_before(self, entry: _Entry) -> float | None:
+        """Seconds before it may be the entry's turn; None if that depends on others."""
+        if self._holder is not None:
+            return None
+        if min(self._waiting, key=lambda other: self._used[other.owner]) is not entry:  # the first one of equals
+            return None
+        if all(self._used[owner] >= self._used[entry.owner] for owner in self._paying):
+            return 0
+        return max(0.0, self._ended + _AWAITED - time.monotonic())
 
     def _leave(self, entry: _Entry) -> None:
         """Ends the entry's turn, or its wait if an exception has interrupted it."""
         with self._changed:
             entry.abandoned = True
             if self._holder is entry:
-                self._holder = None
+                self._holder, self._ended = None, time.monotonic()
+                for owner in self._paying:
+                    self._used[owner] += (self._ended - self._began) / len(self._paying)
+                    self._last[owner] = self._ended
             elif entry in self._waiting:
                 self._waiting.remove(entry)
             self._changed.notify_all()
@@ -166,6 +208,7 @@ class BatchingQueue:
             with self._changed:
                 batch.append(first)
                 self._move_equal(batch, limit)
+                self._paying = [entry.owner for entry in batch]
                 self._last_batch = len(batch)
             outcomes: Sequence[_Result | Exception]
             try:
@@ -195,11 +238,17 @@ class BatchingQueue:
     def _move_equal(self, batch: list[_Entry], limit: int) -> None:
         """Moves the oldest entries of the batch's group from the queue to the batch, up to the limit."""
         size = batch[0].size
+        parts = {batch[0].owner: size}
+        most = _LARGEST_PART if self.is_shared else math.inf
         waiting = [entry for entry in self._waiting if entry.group == batch[0].group and not entry.is_cancelled]
         for entry in waiting:
+            part = parts.get(entry.owner, 0) + entry.size
+            if part > most and entry.owner in parts:
+                continue
             size += entry.size
             if size > limit:
                 return
+            parts[entry.owner] = part
             self._waiting.remove(entry)
             batch.append(entry)
 

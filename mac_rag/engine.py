@@ -11,7 +11,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Literal
 from weakref import WeakKeyDictionary
@@ -179,6 +179,7 @@ class MACEngine:
         on_long: Literal["chunk", "error"] = "chunk",
         on_bad: Callable[[Document, MACError], object] | None = None,
         progress: bool = False,
+        cancelled: Callable[[], bool] | None = None,
     ) -> AdaptReport:
         """Remembers documents (the online stage of algorithm 2): no gradient, no question, one pass.
 
@@ -197,6 +198,8 @@ class MACEngine:
             on_bad: called with each document that cannot be adapted, and its error. That document is left out, and all
                 others are adapted. Of several documents with one id, the first is adapted. None to raise the error.
             progress: shows a progress bar.
+            cancelled: returns True once the call need not be finished. It is asked after each batch of the LM, and what
+                is not committed by then is taken back.
 
         Returns:
             The numbers of documents that were added, updated, left unchanged and written to the retriever, the number
@@ -208,13 +211,19 @@ class MACEngine:
             BankError: for an id that occurs twice in the call; for an id or metadata that cannot be kept exactly, or a
                 date that cannot be read (see `mac_rag.data.provenance.Member.of`); for documents that supersede each
                 other in a circle.
+            CancelledError: if `cancelled` returned True.
             FingerprintError: if another model wrote the bank.
         """
         documents, seen = list(documents), self.snapshot
         bad: dict[int, MACError] = {}
         # Planning can take long, so it comes before the lock.
         plan = self._writer.plan(
-            documents, seen, on_long, on_bad=None if on_bad is None else bad.__setitem__, progress=progress
+            documents,
+            seen,
+            on_long,
+            on_bad=None if on_bad is None else bad.__setitem__,
+            progress=progress,
+            cancelled=cancelled,
         )
         if on_bad is not None:
             for index in sorted(bad):
@@ -232,7 +241,9 @@ class MACEngine:
             if pending:
                 self.bank.commit()  # raises for a bank that is not writable, before anything else is done
             updated = sum(document_id in self.bank for document_id in plan)
-            rows, forgotten = self._writer.write(self._synced, pending, plan, unfiled, progress=progress)
+            rows, forgotten = self._writer.write(
+                self._synced, pending, plan, unfiled, progress=progress, cancelled=cancelled
+            )
             unchanged = len(documents) - len(plan)
             return AdaptReport(len(plan) - updated, updated, unchanged, rows, forgotten, len(unfiled))
 
@@ -469,6 +480,15 @@ class MACEngine:
         alone is answered at once.
         """
         self._queue.patience = seconds
+
+    def turn(self) -> AbstractContextManager[None]:
+        """A turn of its own in the model's queue, for work beside the engine that must not slow down its questions."""
+        return self._queue.turn()
+
+    @property
+    def is_shared(self) -> bool:
+        """True if the model's queue also serves others; see `BatchingQueue.is_shared`."""
+        return self._queue.is_shared
 
     @property
     def recent_questions(self) -> tuple[int, int]:

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from types import TracebackType
 
 from tqdm import tqdm
 
+from mac_rag.errors import CancelledError
 from mac_rag.untrusted_files import printable
 
 
 class ProgressBar:
     """A progress bar with a note behind it; see `progress_bar`."""
 
-    def __init__(self, label: str, total: int | None, done: int, disable: bool) -> None:
+    def __init__(
+        self, label: str, total: int | None, done: int, disable: bool, cancelled: Callable[[], bool] | None
+    ) -> None:
+        self._cancelled = cancelled
         # In logs and CI tqdm's redrawing is noise; one line every thirty seconds is enough.
         interval = 0.2 if sys.stderr.isatty() else 30.0
         self._bar = tqdm(
@@ -28,7 +33,13 @@ class ProgressBar:
         )
 
     def advance(self, count: int = 1) -> None:
-        """Reports that `count` more units are done."""
+        """Reports that `count` more units are done.
+
+        Raises:
+            CancelledError: if the rest need not be done.
+        """
+        if self._cancelled is not None and self._cancelled():
+            raise CancelledError("nobody waits for this any more, so it was not finished")
         self._bar.update(count)
 
     def note(self, text: str) -> None:
@@ -49,7 +60,14 @@ class ProgressBar:
         self._bar.close()
 
 
-def progress_bar(label: str, total: int | None = None, *, done: int = 0, disable: bool = False) -> ProgressBar:
+def progress_bar(
+    label: str,
+    total: int | None = None,
+    *,
+    done: int = 0,
+    disable: bool = False,
+    cancelled: Callable[[], bool] | None = None,
+) -> ProgressBar:
     """Makes a progress bar, to be used in a `with` statement.
 
     Args:
@@ -57,5 +75,6 @@ def progress_bar(label: str, total: int | None = None, *, done: int = 0, disable
         total: number of units of work; None if unknown.
         done: number of units that were done before.
         disable: True to show nothing.
+        cancelled: returns True once the rest of the work need not be done.
     """
-    return ProgressBar(label, total, done, disable)
+    return ProgressBar(label, total, done, disable, cancelled)

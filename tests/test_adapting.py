@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from mac_rag.bank import MemoryBank
 from mac_rag.data.newswire.generate import generate
 from mac_rag.data.types import Document
 from mac_rag.engine import MACEngine
+from mac_rag.errors import CancelledError
 from mac_rag.model import MACModel
 from mac_rag.retrieval.bm25 import BM25Retriever
 from tests.cli.helpers import run
@@ -139,3 +141,21 @@ def test_early_interrupts_keep_nothing(tiny_checkpoint: Path, tmp_path: Path, mo
     assert "0 of 1 documents" in stopped.stderr
     again = run("bank", "verify", "--bank", tmp_path / "bank")
     assert again.exit_code == 0, again.output
+
+
+def test_what_nobody_waits_for_any_more_is_taken_back(tiny_checkpoint: Path) -> None:
+    engine = MACEngine(MACModel.from_pretrained(tiny_checkpoint, device="cpu"))
+    engine.adapt([Document("before", "Ines Kaur opened the bridge.")])
+    asked: list[int] = []
+
+    def after(times: int) -> bool:
+        asked.append(times)
+        return len(asked) > times
+
+    for times in (0, 3):
+        asked.clear()
+        documents = [Document(f"{number}", f"Report {number} of the board.") for number in range(3)]
+        with pytest.raises(CancelledError):
+            engine.adapt(documents, cancelled=partial(after, times))
+        assert engine.bank.document_ids == ["before"]
+    assert engine.adapt(documents, cancelled=bool).added == 3

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from types import SimpleNamespace
@@ -14,7 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mac_rag.batching_queue import BatchingQueue, isolating_errors
+from mac_rag.batching_queue import OWNER, BatchingQueue, isolating_errors
 from mac_rag.errors import CancelledError
 from tests.helpers import wait_until
 
@@ -193,6 +194,72 @@ def test_whoever_has_a_turn_gets_another_at_once(worker: Worker) -> None:
     assert worker.queue.submit(nested, 3, group="a", size=1, limit=32) == 3
 
 
+def test_owners_share_the_time_and_not_the_turns() -> None:
+    """Three threads of one owner that always wait, with long turns; and somebody who asks again after each answer."""
+    queue, turns, end = BatchingQueue(), list[str](), threading.Event()
+
+    def take(owner: str, seconds: float) -> None:
+        OWNER.set(owner)
+        with queue.turn():
+            turns.append(owner)
+            time.sleep(seconds)
+
+    def greedy() -> None:
+        while not end.is_set():
+            take("greedy", 0.03)
+
+    with ThreadPoolExecutor(4) as pool:
+        for _ in range(3):
+            pool.submit(greedy)
+        wait_until(lambda: len(queue._waiting) == 2)
+        for _ in range(30):
+            pool.submit(take, "modest", 0.003).result()
+        end.set()
+    between = turns[turns.index("modest") : len(turns) - turns[::-1].index("modest")]
+    assert 1 <= between.count("greedy") <= 12  # some 90 ms each; by turns, there were 30
+
+
+def test_who_was_away_has_saved_nothing_up() -> None:
+    queue = BatchingQueue()
+    for _ in range(3):
+        with queue.turn():
+            time.sleep(0.02)
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(_turns_of, "late", queue).result()
+    assert queue._used["late"] >= 0.04
+
+
+def test_one_owner_s_part_of_a_batch_is_small_while_others_come(worker: Worker) -> None:
+    """They would wait for all of it."""
+
+    def start(owner: str, request: str) -> None:
+        count = len(worker.queue._waiting)
+
+        def run() -> None:
+            OWNER.set(owner)
+            worker.queue.submit(worker.run, request, group="a", size=1, limit=32)
+
+        worker.pool.submit(run)
+        wait_until(lambda: len(worker.queue._waiting) == count + 1)
+
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(_turns_of, "modest", worker.queue).result()
+    worker.start_first()
+    for number in range(6):
+        start("greedy", f"greedy {number}")
+    start("modest", "modest")
+    worker.go.set()
+    wait_until(lambda: len(worker.batches) == 3)
+    assert sorted(map(len, worker.batches[1:])) == [2, 5]
+    assert ["modest" in batch for batch in worker.batches].count(True) == 1
+
+
+def _turns_of(owner: str, queue: BatchingQueue) -> None:
+    OWNER.set(owner)
+    with queue.turn():
+        pass
+
+
 def test_isolated_errors_hit_only_their_request() -> None:
     def invert(numbers: Sequence[int]) -> list[float]:
         return [1 / number for number in numbers]
@@ -255,7 +322,7 @@ def test_with_patience_a_crowd_coming_one_by_one_is_one_batch(worker: Worker, mo
             waits.append(seconds)
             crowd.extend(worker.start_and_wait(request) for request in itertools.islice(arriving, 1))
 
-    monkeypatch.setattr("mac_rag.batching_queue.time", SimpleNamespace(sleep=sleep))
+    monkeypatch.setattr("mac_rag.batching_queue.time", SimpleNamespace(sleep=sleep, monotonic=time.monotonic))
     worker.queue.patience = 60.0
     first = worker.start_first()
     early = [worker.start_and_wait(f"early {number}") for number in range(2)]

@@ -11,7 +11,6 @@ import os
 import sys
 from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
-from ipaddress import ip_address
 from pathlib import Path
 from types import UnionType
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
@@ -65,12 +64,20 @@ def serve(
     requests_per_minute: Annotated[
         int, typer.Option(min=0, help="Most requests a minute of one key; 0 for any number.")
     ] = 1_200,
+    allow_origin: Annotated[
+        str | None,
+        typer.Option(
+            help="Origins of other sites whose pages may use the server (CORS), such as https://app.example.org, with "
+            "spaces between them.",
+            show_default="none",
+        ),
+    ] = None,
     device_map: DeviceMapOption = None,
     ray: Annotated[
         bool,
         typer.Option(
             "--ray",
-            help="Answer in several processes, with Ray Serve: on the cluster at RAY_ADDRESS, or else on this machine. "
+            help="Answer in several processes, with Ray: on the cluster at RAY_ADDRESS, or else on this machine. "
             "New banks are in shards.",
         ),
     ] = False,
@@ -97,20 +104,31 @@ def serve(
         raise ConfigError(f"--replicas {replicas} needs --ray; add --ray, or leave --replicas out")
     if device_map is not None and ray:
         raise ConfigError(f"--device-map {device_map} does not work with --ray; leave one of them out")
-    from mac_rag.server.keys import KeyStore
-    from mac_rag.server.service import KEYS, Limits
+    from mac_rag.server.app import is_loopback, run
+    from mac_rag.server.service import Limits
 
-    has_keys = bool(KeyStore(data / KEYS))
-    if not has_keys and not no_keys and not _is_loopback(host):
+    has_keys = _store(data).was_used
+    if has_keys and no_keys:
+        raise ConfigError(
+            f"{data} has had keys, so it is not served without: leave --no-keys out, or give another folder"
+        )
+    if not has_keys and not no_keys and not is_loopback(host):
         raise ConfigError(
             f"without keys, everybody who reaches {host} could read and change all banks; make one with mac-rag key "
             f"add NAME --data {data}, listen on 127.0.0.1, or give --no-keys"
         )
+    if has_keys and not _store(data).described():
+        say(f"no key is left, so nobody is let in: mac-rag key add NAME --data {data}", err=True)
     limits = Limits(pending=pending, question_seconds=seconds, requests_per_minute=requests_per_minute)
     service = _service(data, model, model_name, limits, device_map, (replicas or _REPLICAS) if ray else None)
-    from mac_rag.server.app import run
-
-    run(service, host=host, port=port, anyone=not has_keys, any_host=not _is_loopback(host))
+    run(
+        service,
+        host=host,
+        port=port,
+        anyone=not has_keys,
+        any_host=not is_loopback(host),
+        origins=(allow_origin or "").split(),
+    )
 
 
 def mcp(data: DataOption, model: ModelOption = DEFAULT_MODEL, device_map: DeviceMapOption = None) -> None:
@@ -191,13 +209,6 @@ def _service(
 
         started = Replicas(model, loaded, data, replicas, limits.pending, BETWEEN_QUESTIONS)
     return Service(data, loaded, name or Path(model).name.partition("@")[0], limits, started)
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 def _check_installed(*modules: str) -> None:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import logging
 import os
+from secrets import token_hex
 from types import ModuleType
 
 from mac_rag.errors import ConfigError
 
+_AUTHENTICATION = ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
 _LOOPBACK = "127.0.0.1"
 
 
@@ -15,11 +17,12 @@ def connected_ray() -> ModuleType:
     """The module `ray`, connected to a cluster.
 
     An existing connection of this program is reused. Otherwise the environment variable `RAY_ADDRESS` names the cluster
-    to join. Without it, Ray starts on this machine for this process alone: it listens on the loopback address, has no
-    dashboard and reports no usage.
+    to join. Ray runs whatever reaches its ports, so this needs a token (`RAY_AUTH_TOKEN`), or the word that there
+    is none (`RAY_AUTH_MODE=disabled`). Without an address, Ray starts on this machine for this process: it listens
+    on the loopback address, takes only calls with a random token, has no dashboard and reports no usage.
 
     Raises:
-        ConfigError: if Ray is missing, or the cluster cannot be reached.
+        ConfigError: if Ray is missing, if the cluster cannot be reached, or if no token is given for it.
     """
     address = os.environ.get("RAY_ADDRESS")
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # before Ray starts
@@ -30,6 +33,15 @@ def connected_ray() -> ModuleType:
         raise ConfigError("work on several processes needs Ray: pip install 'mac-rag[ray]'") from None
     if ray.is_initialized():
         return ray
+    if not address:
+        os.environ.pop("RAY_AUTH_MODE", None)  # then `ray.init` asks for tokens
+        os.environ["RAY_AUTH_TOKEN"] = token_hex(32)
+    elif not any(os.environ.get(name) for name in _AUTHENTICATION):
+        raise ConfigError(
+            f"RAY_ADDRESS={address} names no token, and who reaches a cluster without tokens runs code on all of its "
+            "machines; start it with RAY_AUTH_MODE=token, and set RAY_AUTH_TOKEN here, too; or set "
+            "RAY_AUTH_MODE=disabled if nobody else reaches its network"
+        )
     try:
         if address:
             ray.init(address, log_to_driver=False, logging_level=logging.ERROR)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import re
 from collections.abc import Mapping
 from typing import Any
 
 from mac_rag.errors import (
     BankError,
+    CancelledError,
     ConfigError,
     DamageError,
     DataError,
@@ -87,6 +89,8 @@ def error_of(error: MACError) -> APIError:
     message = _PATH.sub("(a folder of the server)", str(error))
     if isinstance(error, FullDiskError):
         return APIError(507, "the server's disk is full, so nothing was changed; try again later", code="disk_full")
+    if isinstance(error, CancelledError):
+        return closing("the server is closing, so nothing was changed")
     if isinstance(error, DamageError | FingerprintError | ShardLostError):
         return APIError(503, _OURS, code="bank_unavailable")
     if isinstance(error, DocumentError | DataError | ConfigError | PromptError | InstructionError):
@@ -96,6 +100,8 @@ def error_of(error: MACError) -> APIError:
     return APIError(500, _OURS)
 
 
-def unexpected() -> APIError:
-    """The response to a fault of the server."""
+def unexpected(error: BaseException | None = None) -> APIError:
+    """The response to an error that is no `MACError`: a full disk, or a fault of the server."""
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return error_of(FullDiskError(""))
     return APIError(500, _OURS)

@@ -7,37 +7,48 @@ import ctypes
 import json
 import logging
 import math
+import os
 import re
 import sys
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, MutableMapping
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
+from contextvars import ContextVar
 from importlib.metadata import version
+from ipaddress import ip_address
 from pathlib import Path
+from secrets import token_hex
 from typing import Any
 
 import anyio
 import uvicorn
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse, Response
+from fastapi.responses import JSONResponse, PlainTextResponse, Response
 from mcp.server.transport_security import TransportSecuritySettings
+from pydantic import BaseModel
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from mac_rag.batching_queue import OWNER
 from mac_rag.errors import MACError
-from mac_rag.server import banks, completions
+from mac_rag.server import banks, completions, responses
 from mac_rag.server.api_errors import APIError, error_of, unexpected
 from mac_rag.server.keys import ANYONE, Principal
 from mac_rag.server.mcp_tools import make_tools
-from mac_rag.server.requests import Admin
+from mac_rag.server.requests import UNKNOWN, Admin
 from mac_rag.server.service import Service
 from mac_rag.server.workers import ClientGoneError
 
 _log = logging.getLogger(__name__)
 _access = logging.getLogger("mac_rag.server.requests")
+
+# Id of the request that a thread works for; for logs.
+REQUEST: ContextVar[str] = ContextVar("REQUEST", default="-")
 
 _HTTP = {
     404: "there is nothing at this path; /openapi.json lists all paths",
@@ -53,13 +64,14 @@ _PAGE = {
 }
 
 
-def make_app(service: Service, *, anyone: bool = False, any_host: bool = False) -> ASGIApp:
+def make_app(service: Service, *, anyone: bool = False, any_host: bool = False, origins: Sequence[str] = ()) -> ASGIApp:
     """Makes the application of a server, which closes the service when it ends.
 
     Args:
         service: the server's banks, keys and threads.
         anyone: True to let requests without a key do everything, as long as no key exists.
         any_host: see `Gate`.
+        origins: origins of other sites whose pages may use the server, such as https://app.example.org; `*` for all.
     """
 
     tools = make_tools(service)
@@ -71,7 +83,7 @@ def make_app(service: Service, *, anyone: bool = False, any_host: bool = False) 
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         async with tools.session_manager.run():
             yield
-        await anyio.to_thread.run_sync(service.close)
+        await anyio.to_thread.run_sync(service.close, _END - _GRACE)
 
     app = FastAPI(
         title="mac_rag",
@@ -81,31 +93,62 @@ def make_app(service: Service, *, anyone: bool = False, any_host: bool = False) 
         redoc_url=None,
         redirect_slashes=False,  # a path is right or is an error
         lifespan=lifespan,
+        responses={
+            "4XX": {"model": Fault, "description": "What is wrong with the request, and the remedy."},
+            "5XX": {"model": Fault, "description": "The server cannot do this now."},
+        },
     )
     _add_errors(app)
     app.include_router(completions.routes(service))
+    app.include_router(responses.routes(service))
     app.include_router(banks.routes(service))
 
     @app.get("/health")
-    def health() -> dict[str, str]:
+    async def health() -> dict[str, str]:
         """200 as long as the process answers."""
         return {"status": "ok"}
 
     @app.get("/ready", response_model=None)
-    def ready() -> Response:
+    async def ready() -> Response:
         """200 if the server takes questions and documents, 503 if it is closing."""
         return JSONResponse({"status": "ready" if service.ready else "closing"}, 200 if service.ready else 503)
 
-    @app.get("/metrics", response_model=None)
-    def metrics(_: Admin) -> Response:
-        """Metrics for Prometheus."""
+    @app.get("/metrics", response_class=PlainTextResponse, response_model=None)
+    def metrics(who: Admin) -> Response:
+        """Metrics for Prometheus, for a key that sees all banks."""
+        if "*" not in who.banks:
+            raise APIError(403, "metrics tell of all banks, and this key may not see all; make a key with --bank '*'")
         return Response(service.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
     for path, (name, kind) in _PAGE.items():
         app.add_api_route(path, _sending(name, kind), response_model=None, include_in_schema=False)
 
     app.router.routes.append(Route("/mcp", agents))  # not mounted at /, where it would take all remaining paths
-    return Gate(app, service, anyone=anyone, any_host=any_host)
+    gate = Gate(app, service, anyone=anyone, any_host=any_host, origins=origins)
+    return (
+        CORSMiddleware(
+            gate,
+            allow_origins=origins,
+            allow_methods=["GET", "POST", "DELETE"],
+            allow_headers=["Authorization", "Content-Type", "Mcp-Session-Id", "Mcp-Protocol-Version"],
+            expose_headers=["X-Request-Id", "Retry-After"],
+        )
+        if origins
+        else gate
+    )
+
+
+class FaultDetails(BaseModel):
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class Fault(BaseModel):
+    """The body of every error."""
+
+    error: FaultDetails
 
 
 def _sending(name: str, kind: str) -> Callable[[], Response]:
@@ -145,8 +188,7 @@ def _add_errors(app: FastAPI) -> None:
 
     @app.exception_handler(Exception)
     async def fault(_: Request, error: Exception) -> Response:
-        _log.error("a request failed", exc_info=error)
-        return written(unexpected())
+        return written(unexpected(error))  # the gate logs it
 
 
 # In the location of a fault, FastAPI names the branch of a union like a field: `stop.list[constrained-str]`.
@@ -165,6 +207,9 @@ def _invalid(errors: Any) -> APIError:
     where, what = ".".join(_place(fault)), fault["msg"].removeprefix("Value error, ")
     if fault["type"] == "extra_forbidden":
         what = "there is no such field; leave it out"
+    if fault["type"] == UNKNOWN:
+        name = fault["ctx"]["name"]
+        return APIError(400, f"{name}: {what}"[:500], param=name[:200])
     if not where:
         where, what = "the body", "give an object in JSON, with Content-Type: application/json"
     return APIError(400, f"{where}: {what}"[:500], param=where[:200] if _place(fault) else None)
@@ -181,7 +226,15 @@ def _place(fault: Any) -> list[str]:
 # Paths that need no key, because they reveal nothing about any bank.
 PUBLIC = frozenset({"/health", "/ready", *_PAGE})
 _HEADER_BYTES = 32 << 10
+_AGENT_BYTES = 1 << 20  # the SDK parses a message of MCP in the event loop
+_LATER = {"Retry-After": "1"}
+_KEYS_BODIES = 4  # keys whose bodies may be as large as those of one key may be at most
 _LOOPBACK = frozenset({"localhost", "127.0.0.1", "[::1]"})
+# What proxies add to a request. A header that begins with x-forwarded counts, too.
+_FORWARDING = frozenset(
+    b"forwarded via x-real-ip x-client-ip x-cluster-client-ip x-original-host client-ip true-client-ip "
+    b"cf-connecting-ip cf-ray fly-client-ip".split()
+)
 _HEADERS = {
     b"content-security-policy": b"default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
     b"img-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
@@ -201,16 +254,22 @@ class Gate:
         app: the application.
         service: the server's keys, limits and metrics.
         anyone: True to let requests without a key do everything, until the first key is made.
-        any_host: True to take any `Host` header of such requests. Otherwise it must name the loopback address, so that
-            a page of another site cannot reach the server under a domain name of its own (DNS rebinding).
+        any_host: True to take such requests from other machines. Otherwise they must come from this one, without a
+            proxy, and their `Host` header must name the loopback address, so that a page of another site cannot reach
+            the server under a domain name of its own (DNS rebinding).
+        origins: other sites whose pages may make such requests.
     """
 
-    def __init__(self, app: ASGIApp, service: Service, *, anyone: bool, any_host: bool) -> None:
+    def __init__(
+        self, app: ASGIApp, service: Service, *, anyone: bool, any_host: bool, origins: Sequence[str] = ()
+    ) -> None:
+        self._origins = origins
         self._app = app
         self._service = service
         self._anyone = anyone
         self._any_host = any_host
         self._rate = RateLimit(service.limits.requests_per_minute)
+        self._bodies: Counter[str] = Counter()  # bytes of the bodies that each key is sending, or that are worked on
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "websocket":
@@ -219,24 +278,32 @@ class Gate:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        began, sent = time.perf_counter(), _SecuredSend(send)
+        request_id = f"req_{token_hex(12)}"
+        REQUEST.set(request_id)
+        began, sent = time.perf_counter(), _SecuredSend(send, request_id)
+        if scope["method"] == "HEAD":
+            scope = {**scope, "method": "GET"}  # the server itself leaves the body out
         who: Principal | None = None
         try:
             who = self._admit(scope)
             scope.setdefault("state", {})["principal"] = who
-            await self._app(scope, self._bounded(receive), sent)
+            OWNER.set("" if who is None else who.name)
+            with self._bounded(scope, receive, OWNER.get()) as bounded:
+                await self._app(scope, bounded, sent)
         except APIError as error:
             await _refuse(error, scope, receive, sent)
-        except Exception:
+        except Exception as error:
             _log.exception("a request failed")
             if not sent.status:
-                await _refuse(unexpected(), scope, receive, sent)
+                await _refuse(unexpected(error), scope, receive, sent)
         finally:
             seconds = time.perf_counter() - began
             route = str(getattr(scope.get("route"), "path", None) or "none")
             self._service.metrics.request(_method(scope), route, sent.status, seconds)
             record = {"method": _method(scope), "route": route, "status": sent.status, "seconds": round(seconds, 4)}
-            _access.info(json.dumps({**record, "key": None if who is None else who.name}))
+            peer = (scope.get("client") or (None,))[0]
+            who_asked = {"key": None if who is None else who.name, "peer": peer, "request": request_id}
+            _access.info(json.dumps({**record, **who_asked}))
 
     def _admit(self, scope: Scope) -> Principal | None:
         """The principal that makes a request; None for a public path.
@@ -249,11 +316,12 @@ class Gate:
         length = _only(scope, b"content-length")
         if length is not None and (not length.isdigit() or len(length) > 15):
             raise APIError(400, f"Content-Length is {length!r:.40}; give the number of bytes of the body")
-        if length is not None and int(length) > self._service.limits.body_bytes:
-            raise self._too_large()
-        if self._service.keys:
-            self._anyone = False  # for good, even if all keys are removed later
+        if length is not None and int(length) > self._largest(scope):
+            raise self._too_large(scope)
+        if self._anyone and self._service.keys.was_used:
+            self._anyone = False
         if self._anyone:
+            self._check_peer(scope)
             self._check_site(scope)
         if scope["path"] in PUBLIC:
             return None
@@ -270,6 +338,20 @@ class Gate:
             raise APIError(401, "the key is missing or unknown; send Authorization: Bearer KEY", code="invalid_api_key")
         return who
 
+    def _check_peer(self, scope: Scope) -> None:
+        """Refuses what comes from another machine, or through a proxy. For a server without keys."""
+        if self._any_host:
+            return
+        peer = (scope.get("client") or ("",))[0]
+        # nginx adds no header by default, but speaks HTTP/1.0 then, which no program of today does.
+        forwarded = scope["http_version"] == "1.0" or any(
+            name in _FORWARDING or name.startswith(b"x-forwarded") for name, _ in scope["headers"]
+        )
+        if forwarded or not is_loopback(peer):
+            raise APIError(
+                403, "without keys, this server answers this machine alone, and no proxy; make a key", code="not_local"
+            )
+
     def _check_site(self, scope: Scope) -> None:
         """Refuses requests that a page of another site makes a browser send. For a server without keys."""
         host = _only(scope, b"host") or ""
@@ -281,14 +363,17 @@ class Gate:
                 code="wrong_host",
             )
         origin, site = _only(scope, b"origin"), _only(scope, b"sec-fetch-site")
+        if origin in self._origins:
+            return
         foreign = origin is not None and origin.lower() != f"{scope['scheme']}://{host.lower()}"
         if foreign or site in ("cross-site", "same-site"):
             raise APIError(
                 403, "without keys, this server answers no pages of other sites; make a key", code="cross_site"
             )
 
-    def _bounded(self, receive: Receive) -> Receive:
-        """`receive` with bounds on the body's size and on the time that it takes."""
+    @contextmanager
+    def _bounded(self, scope: Scope, receive: Receive, key: str) -> Iterator[Receive]:
+        """`receive` with bounds on the body's size, on that of all bodies of the key, and on the time that it takes."""
         limits = self._service.limits
         size, complete = 0, False
         end = asyncio.get_running_loop().time() + limits.body_seconds
@@ -304,33 +389,53 @@ class Gate:
                 raise HTTPException(
                     408, f"the body took more than {limits.body_seconds:g} s; send it in parts"
                 ) from None
-            size += len(message.get("body", b""))
-            if size > limits.body_bytes:
-                raise HTTPException(413, self._too_large().message)
+            more = len(message.get("body", b""))
+            size += more
+            self._bodies[key] += more
+            if size > self._largest(scope):
+                raise HTTPException(413, self._too_large(scope).message)
+            if self._bodies[key] > limits.bodies_bytes or self._bodies.total() > _KEYS_BODIES * limits.bodies_bytes:
+                raise HTTPException(429, "the server holds too many bytes of other requests; try again", _LATER)
             complete = message["type"] != "http.request" or not message.get("more_body", False)
             return message
 
-        return bounded
+        try:
+            yield bounded
+        finally:
+            self._bodies -= Counter({key: size})
 
-    def _too_large(self) -> APIError:
-        most = self._service.limits.body_bytes
+    def _largest(self, scope: Scope) -> int:
+        """Most bytes of a body."""
+        return _AGENT_BYTES if scope["path"] == "/mcp" else self._service.limits.body_bytes
+
+    def _too_large(self, scope: Scope) -> APIError:
+        most = self._largest(scope)
         return APIError(413, f"the body has more than {most:,} bytes; send it in parts", code="too_large")
 
 
 class _SecuredSend:
-    """A `send` that adds security headers to each response and notes its status."""
+    """A `send` that adds security headers and the request's id to each response, and notes its status."""
 
-    def __init__(self, send: Send) -> None:
+    def __init__(self, send: Send, request_id: str) -> None:
         self._send = send
+        self._own = {**_HEADERS, b"x-request-id": request_id.encode()}
         self.status = 0
 
     async def __call__(self, message: MutableMapping[str, Any]) -> None:
         if message["type"] == "http.response.start":
             self.status = message["status"]
             own: Iterable[tuple[bytes, bytes]] = message.get("headers", ())
-            kept = [(name, value) for name, value in own if name.lower() not in _HEADERS and name != b"server"]
-            message = {**message, "headers": [*kept, *_HEADERS.items()]}
+            kept = [(name, value) for name, value in own if name.lower() not in self._own and name != b"server"]
+            message = {**message, "headers": [*kept, *self._own.items()]}
         await self._send(message)
+
+
+def is_loopback(host: str) -> bool:
+    """True for an address of this machine that others cannot reach, and for localhost."""
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 def _method(scope: Scope) -> str:
@@ -400,8 +505,9 @@ class RateLimit:
         self._left[name] = (left - 1, now)
 
 
-# Seconds that running requests have left when the server ends; a question has its own bound.
-_GRACE = 90
+# Seconds after the beginning of the end: when running requests are given up, when connections are closed, and when the
+# process ends, whatever still runs. Containers are killed after 10 s.
+_GIVE_UP, _GRACE, _END = 5.0, 7, 9.0
 
 
 class Server(uvicorn.Server):
@@ -410,14 +516,23 @@ class Server(uvicorn.Server):
     Args:
         service: the server's banks, keys and threads.
         host, port: the address to listen on; port 0 for a free one.
-        anyone, any_host: see `make_app`.
+        anyone, any_host, origins: see `make_app`.
     """
 
-    def __init__(self, service: Service, *, host: str, port: int, anyone: bool = False, any_host: bool = False) -> None:
+    def __init__(
+        self,
+        service: Service,
+        *,
+        host: str,
+        port: int,
+        anyone: bool = False,
+        any_host: bool = False,
+        origins: Sequence[str] = (),
+    ) -> None:
         self._service = service
         super().__init__(
             uvicorn.Config(
-                make_app(service, anyone=anyone, any_host=any_host),
+                make_app(service, anyone=anyone, any_host=any_host, origins=origins),
                 host=host,
                 port=port,
                 access_log=False,  # its lines would hold what clients send; the gate writes its own log
@@ -441,20 +556,33 @@ class Server(uvicorn.Server):
 
     async def shutdown(self, sockets: Any = None) -> None:
         self._service.refuse_new_work()
+        asyncio.get_running_loop().call_later(_GIVE_UP, self._service.give_up)
         await super().shutdown(sockets)
 
 
-def run(service: Service, *, host: str, port: int, anyone: bool, any_host: bool) -> None:
+def run(service: Service, *, host: str, port: int, anyone: bool, any_host: bool, origins: Sequence[str] = ()) -> None:
     """Serves until SIGTERM or Ctrl-C."""
-    logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
+    logging.basicConfig(
+        stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(request)s %(message)s"
+    )
+    for handler in logging.getLogger().handlers:
+        handler.addFilter(_with_request)
     for noisy in ("httpx", "mcp", "uvicorn.access"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
     with returned_memory():
-        server = Server(service, host=host, port=port, anyone=anyone, any_host=any_host)
+        server = Server(service, host=host, port=port, anyone=anyone, any_host=any_host, origins=origins)
         try:
             server.run()
         finally:
-            service.close()
+            if not service.close(_END - _GRACE):  # the interpreter would wait for the threads that go on
+                logging.shutdown()
+                os._exit(1)
+
+
+def _with_request(record: logging.LogRecord) -> bool:
+    """Adds the id of the request to a line of the log."""
+    record.request = REQUEST.get()
+    return True
 
 
 _M_ARENA_MAX = -8  # of malloc.h

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from mac_rag.asking import conversation_prompt
 from mac_rag.engine import MACEngine
+from mac_rag.errors import CancelledError
 from mac_rag.lm.chat import Message
 from mac_rag.lm.decoding import GREEDY, Sampling
 from mac_rag.lm.prompt import FittedPrompt
@@ -17,7 +18,12 @@ from mac_rag.sources import texts_read
 
 if TYPE_CHECKING:
     from mac_rag.data.types import Source
+    from mac_rag.retrieval.dense import Encoder
     from mac_rag.server.metrics import Metrics
+
+
+# Questions of one request, and texts to embed, in one turn of the model, as long as no other client waits for it.
+_TOGETHER = 32
 
 
 @dataclass(frozen=True)
@@ -120,6 +126,9 @@ class Asking:
         Raises:
             MACError: as `MACEngine.answer`.
         """
+        if len(questions) > (together := self._together):
+            first = self.answer(questions[:together], cancelled)
+            return first + self.answer(questions[together:], cancelled)
         like = questions[0]
         prompts = [self._prompt(question) for question in questions] if self._retrieves(like) else None
         with self._metrics.part("answer"):
@@ -142,14 +151,14 @@ class Asking:
         for place, (question, answer) in enumerate(zip(questions, answers, strict=True)):
             if prompts is None:
                 used = len(self._alone.model.base_lm.prompts.prompt(question.text, answer.contexts))
-                reply = self._counted(question, answer.text, used)
+                reply = self._counted(question, answer.said, used)
                 reply.retrieved, reply.sources = list(answer.document_ids), answer.sources
             else:
                 prompt, hits = prompts[place]
-                reply = self._counted(question, answer.text, len(prompt.ids))
+                reply = self._counted(question, answer.said, len(prompt.ids))
                 reply.retrieved = [hit.document_id for hit in hits]
                 reply.sources = self._sources(question, answer.said, hits, prompt)
-            reply.truncated = answer.truncated
+            reply.text, reply.truncated = answer.text, answer.truncated
             reply.confidence, reply.guess = answer.confidence, answer.guess
             replies.append(reply)
         return replies
@@ -195,6 +204,26 @@ class Asking:
         with self._metrics.part("search"):
             [hits] = bank.engine.retrieve([text], k=k, allowed=allowed, as_of=as_of)
             return hits
+
+    def embed(self, encoder: Encoder, texts: Sequence[str], cancelled: Callable[[], bool]) -> list[Any]:
+        """The vectors of texts.
+
+        Raises:
+            CancelledError: if `cancelled` returned True.
+        """
+        vectors: list[Any] = []
+        with self._metrics.part("embed"):
+            while len(vectors) < len(texts):
+                if cancelled():
+                    raise CancelledError("nobody waits for these vectors any more")
+                with self._alone.turn():
+                    vectors += list(encoder.questions(texts[len(vectors) :][: self._together]))
+        return vectors
+
+    @property
+    def _together(self) -> int:
+        """Most questions of one request, and most texts to embed, in one turn of the model."""
+        return 1 if self._alone.is_shared else _TOGETHER
 
     def _engine(self, question: ServedQuestion) -> MACEngine:
         return self._alone if question.bank is None else question.bank.engine

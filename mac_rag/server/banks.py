@@ -2,30 +2,25 @@
 
 from __future__ import annotations
 
-import shutil
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from pathlib import Path, PurePosixPath
-from secrets import token_hex
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Query, Request
-from fastapi.responses import JSONResponse, Response
+from fastapi.responses import Response
 from starlette.datastructures import UploadFile
 
-from mac_rag.atomic_files import make_folder, private
-from mac_rag.data.conversion.converter import SUFFIXES
 from mac_rag.data.provenance import Member
-from mac_rag.data.readers import ROWS, read_good_documents
 from mac_rag.data.types import Document
-from mac_rag.errors import DataError
-from mac_rag.server.api_errors import APIError
+from mac_rag.retrieval.base import Hit
+from mac_rag.server.api_errors import APIError, no_such_bank
 from mac_rag.server.catalog import ServedBank
+from mac_rag.server.jobs import Job, Upload
 from mac_rag.server.keys import Principal
 from mac_rag.server.requests import (
     Admin,
     DocumentIds,
+    LongRoute,
     NewBank,
     NewDocuments,
     Reader,
@@ -33,21 +28,20 @@ from mac_rag.server.requests import (
     StrictRoute,
     Writer,
 )
-from mac_rag.server.service import Job, LeftOut, Service
+from mac_rag.server.service import Service
 
-_PIECE = 1 << 20
 _MOST_FILES = 100
+_FOUND_CHARACTERS = 2_000_000  # of all texts that a search finds
 
 
 def routes(service: Service) -> APIRouter:
     """The routes of one server."""
-    router = APIRouter(prefix="/v1", route_class=StrictRoute)
+    router, long = APIRouter(prefix="/v1", route_class=StrictRoute), APIRouter(route_class=LongRoute)
 
-    @router.get("/banks")
-    async def list_banks(request: Request, who: Reader) -> dict[str, Any]:
-        """The banks that the key may use."""
-        found = await service.reads.run(lambda _: [bank.info() for bank in service.banks(who)], request)
-        return {"object": "list", "data": found}
+    @router.get("/banks", response_model=None)
+    async def list_banks(request: Request, who: Reader) -> Response:
+        """The banks that the key may use. One that could not be opened has the state broken."""
+        return await service.reads.respond(lambda _: {"object": "list", "data": service.infos(who)}, request)
 
     @router.post("/banks", status_code=201)
     async def create_bank(body: NewBank, who: Admin) -> dict[str, Any]:
@@ -67,10 +61,12 @@ def routes(service: Service) -> APIRouter:
 
     @router.delete("/banks/{name}")
     async def delete_bank(name: str, who: Admin) -> dict[str, Any]:
-        """Deletes a bank and all of its documents."""
-        service.bank(name, who)
+        """Deletes a bank and all of its documents, also one that could not be opened."""
+        if not who.sees(name):
+            raise no_such_bank(name)
 
         def work(_: object) -> None:
+            service.jobs.cancel_all_of(name)
             service.catalog.delete(name)
             service.audit.note(who.name, "bank.delete", name)
 
@@ -101,60 +97,64 @@ def routes(service: Service) -> APIRouter:
 
         return await service.writes.run(work)
 
-    @router.post("/banks/{name}/documents", response_model=None)
+    @long.post("/banks/{name}/documents", response_model=None, responses={202: {"description": "The job."}})
     async def put(name: str, body: NewDocuments, who: Writer) -> Response:
         """Remembers documents: all of them, or none if there is an error. With `wait` false, as a job."""
         bank = service.bank(name, who)
-        documents = _documents(service, body)
         if not body.wait:
-            job = service.jobs.start(bank, who.name, lambda _: documents, lambda: None)
-            return JSONResponse(job.described(), 202)
+
+            def start(_: object) -> dict[str, Any]:
+                return _started(service, bank, who, lambda upload: upload.add_documents(_documents(service, body)))
+
+            return await service.writes.respond(start, status=202)
 
         def work(_: object) -> dict[str, Any]:
+            documents = _documents(service, body)
             with service.metrics.part("adapt"):
-                report = bank.put(documents)
+                report = bank.put(documents, cancelled=service.stopping.is_set)
             counts = {"added": report.added, "updated": report.updated, "unchanged": report.unchanged}
             service.audit.note(who.name, "documents.put", name, **counts)
             return {**counts, "forgotten": list(report.forgotten), "documents": len(bank)}
 
-        return JSONResponse(await service.writes.run(work))
+        return await service.writes.respond(work)
 
-    @router.post("/banks/{name}/files", status_code=202)
+    @long.post("/banks/{name}/files", status_code=202)
     async def upload(name: str, request: Request, who: Writer) -> dict[str, Any]:
         """Remembers files (multipart/form-data) of all kinds that `mac-rag adapt` reads, as a job."""
         bank = service.bank(name, who)
-        uploads = Uploads(service.uploads, service.limits.document_characters)
-        try:
-            async with request.form(max_files=_MOST_FILES, max_fields=_MOST_FILES) as form:
-                files = [part for _, part in form.multi_items() if isinstance(part, UploadFile)]
-                for file in files:
-                    pieces = iter(partial(file.file.read, _PIECE), b"")
-                    await service.writes.run(partial(_keep, uploads, file.filename or "", pieces))
+        async with request.form(max_files=_MOST_FILES, max_fields=_MOST_FILES) as form:
+            files = [part for _, part in form.multi_items() if isinstance(part, UploadFile)]
             if not files:
                 raise APIError(400, "the body has no files; send some as multipart/form-data", param="file")
-            return service.jobs.start(bank, who.name, uploads.read, uploads.remove).described()
-        except BaseException:
-            uploads.remove()
-            raise
 
-    @router.get("/banks/{name}/documents")
+            def keep(upload: Upload) -> None:
+                for file in files:
+                    upload.add_file(file.filename or "", file.file.read)
+
+            return await service.writes.run(lambda _: _started(service, bank, who, keep))
+
+    @router.get("/banks/{name}/documents", response_model=None)
     async def list_documents(
         name: str,
         request: Request,
         who: Reader,
-        after: Annotated[str | None, Query(max_length=4096)] = None,
+        after: str | None = None,
         limit: Annotated[int, Query(ge=1, le=1000)] = 100,
-    ) -> dict[str, Any]:
+    ) -> Response:
         """A page of documents without their texts, oldest first. For the next page, give the last id as `after`."""
         bank = service.bank(name, who)
-        page, more = await service.reads.run(lambda _: bank.listing(after, limit), request)
-        return {"object": "list", "data": page, "has_more": more}
 
-    @router.get("/banks/{name}/document")
-    async def get_document(name: str, request: Request, who: Reader, id: str) -> dict[str, Any]:
+        def work(_: object) -> dict[str, Any]:
+            page, more = bank.listing(after, limit)
+            return {"object": "list", "data": page, "has_more": more}
+
+        return await service.reads.respond(work, request)
+
+    @router.get("/banks/{name}/document", response_model=None)
+    async def get_document(name: str, request: Request, who: Reader, id: str) -> Response:
         """One document. Its id is a parameter, because an id may hold any characters."""
         bank = service.bank(name, who)
-        return await service.reads.run(lambda _: bank.document(id), request)
+        return await service.reads.respond(lambda _: bank.document(id), request)
 
     @router.delete("/banks/{name}/document")
     async def delete_document(name: str, who: Writer, id: str) -> dict[str, Any]:
@@ -175,23 +175,21 @@ def routes(service: Service) -> APIRouter:
             )
         return {"deleted": await _forget(service, name, body.ids, who)}
 
-    @router.post("/banks/{name}/search")
-    async def search(name: str, body: SearchRequest, request: Request, who: Reader) -> dict[str, Any]:
-        """The documents that the bank's retriever finds."""
+    @router.post("/banks/{name}/search", response_model=None)
+    async def search(name: str, body: SearchRequest, request: Request, who: Reader) -> Response:
+        """The documents that the bank's retriever finds. Of long texts, only the beginning: `truncated` is true."""
         bank = service.bank(name, who)
         if bank.retriever == "none":
             raise APIError(400, f"bank {name} has no retriever; make a bank that has one, such as bm25", param="name")
         service.checked_question(body.query)
 
-        def work(_: object) -> list[dict[str, Any]]:
-            allowed = bank.allowed(body.filters)
-            hits = service.asking.search(bank, body.query, body.k, allowed, body.as_of)
-            return [
-                {"id": hit.document_id, "score": hit.score, "text": hit.text, "metadata": dict(hit.metadata)}
-                for hit in hits
-            ]
+        allowed = await service.reads.run(partial(bank.allowed, body.filters), request)
 
-        return {"object": "list", "data": await service.questions.run(work, request)}
+        def work(_: object) -> dict[str, Any]:
+            hits = service.asking.search(bank, body.query, body.k, allowed, body.as_of)
+            return {"object": "list", "data": found(hits, _FOUND_CHARACTERS, metadata=True)}
+
+        return await service.questions.respond(work, request)
 
     @router.get("/jobs")
     def list_jobs(who: Reader) -> dict[str, Any]:
@@ -205,22 +203,38 @@ def routes(service: Service) -> APIRouter:
 
     @router.delete("/jobs/{job_id}")
     def cancel_job(job_id: str, who: Writer) -> dict[str, Any]:
-        """Ends a job after the documents that it is writing now; these stay in the bank."""
+        """Ends a job. Documents that it has written stay in the bank."""
         job = _job(service, job_id, who)
-        job.cancelled.set()
+        service.jobs.cancel(job)
         return job.described()
 
+    router.include_router(long)
     return router
+
+
+def found(hits: Sequence[Hit], characters: int, *, metadata: bool = False) -> list[dict[str, Any]]:
+    """Hits as clients see them, each with its share of so many characters."""
+    share = characters // max(1, len(hits))
+    return [
+        {
+            "id": hit.document_id,
+            "score": hit.score,
+            "text": hit.text[:share],
+            "truncated": len(hit.text) > share,
+            **({"metadata": dict(hit.metadata)} if metadata else {}),
+        }
+        for hit in hits
+    ]
 
 
 def _documents(service: Service, body: NewDocuments) -> list[Document]:
     """The documents of a body, each of them checked.
 
     Raises:
-        APIError: for too many documents, or one that is too long.
+        APIError: for too many documents, and as `Limits.fault_of`.
         MACError: as `Member.of`.
     """
-    most, characters = service.limits.documents, service.limits.document_characters
+    most = service.limits.documents
     if len(body.documents) > most:
         raise APIError(
             400,
@@ -229,16 +243,22 @@ def _documents(service: Service, body: NewDocuments) -> list[Document]:
         )
     documents = [Document(one.id, one.text, one.metadata) for one in body.documents]
     for number, document in enumerate(documents):
-        if len(document.text) > characters:
-            raise APIError(
-                400, f"document {number} has more than {characters:,} characters; split it", param="documents"
-            )
+        fault = service.limits.fault_of(document)
+        if fault is not None:
+            raise APIError(400, f"document {number}: {fault}", param="documents")
         Member.of(document)
     return documents
 
 
-def _keep(uploads: Uploads, name: str, pieces: Iterator[bytes], _: object) -> None:
-    uploads.add(name, pieces)
+def _started(service: Service, bank: ServedBank, who: Principal, keep: Callable[[Upload], object]) -> dict[str, Any]:
+    """Starts a job whose documents or files are kept by `keep`."""
+    upload = Upload(service.jobs.uploads)
+    try:
+        keep(upload)
+        return service.jobs.start(bank, who.name, upload).described()
+    except BaseException:
+        upload.remove()
+        raise
 
 
 async def _forget(service: Service, name: str, ids: Iterable[str], who: Principal) -> list[str]:
@@ -259,68 +279,3 @@ def _job(service: Service, job_id: str, who: Principal) -> Job:
     if job is None or not who.sees(job.bank):
         raise APIError(404, "this key may see no such job; GET /v1/jobs lists those it may see", code="job_not_found")
     return job
-
-
-# Endings that `mac_rag.data.readers` tells apart; a file with any other ending is read as text.
-_ENDINGS = (*ROWS, ".json", *SUFFIXES)
-
-
-@dataclass(frozen=True)
-class Upload:
-    """An uploaded file.
-
-    Attributes:
-        name: the client's name of it.
-        path: the file on the server, which has a name of the server's choice.
-    """
-
-    name: str
-    path: Path
-
-
-class Uploads:
-    """A folder for the files of one request.
-
-    Args:
-        root: the server's folder of uploads.
-        characters: longest document in characters.
-    """
-
-    def __init__(self, root: Path, characters: int) -> None:
-        self._characters = characters
-        make_folder(root)
-        self._folder = root / token_hex(12)
-        make_folder(self._folder)
-        self._files: list[Upload] = []
-
-    def add(self, name: str, data: Iterator[bytes]) -> None:
-        """Keeps a file."""
-        shown = PurePosixPath(name.replace("\\", "/")).name or "unnamed"
-        ending = PurePosixPath(shown).suffix.lower()
-        path = self._folder / f"{len(self._files)}{ending if ending in _ENDINGS else '.txt'}"
-        with open(path, "xb", opener=private) as file:
-            for piece in data:
-                file.write(piece)
-        self._files.append(Upload(shown, path))
-
-    def read(self, left_out: LeftOut) -> Iterator[Document]:
-        """The documents of all files. `left_out` gets what cannot be read, under the client's name of the file."""
-        for upload in self._files:
-
-            def refuse(error: DataError, upload: Upload = upload) -> None:
-                left_out.add(upload.name, str(error).replace(str(upload.path), upload.name))
-
-            def notify(_: Path, notice: str, upload: Upload = upload) -> None:
-                left_out.add_part(upload.name, notice)
-
-            for _, document in read_good_documents([upload.path], refuse, notify=notify):
-                if upload.path.suffix not in ROWS:
-                    document = Document(upload.name, document.text, document.metadata)
-                if len(document.text) > self._characters:
-                    left_out.add(document.id, f"it has more than {self._characters:,} characters; split it")
-                else:
-                    yield document
-
-    def remove(self) -> None:
-        """Removes the files."""
-        shutil.rmtree(self._folder, ignore_errors=True)

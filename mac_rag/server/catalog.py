@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import re
@@ -34,14 +35,17 @@ from mac_rag.data.types import AdaptReport, Document
 from mac_rag.distributed.shard_files import SHARDS
 from mac_rag.distributed.sharded_contents import ShardedContents
 from mac_rag.engine import MACEngine
-from mac_rag.errors import BankError, ConfigError, MACError
+from mac_rag.errors import BankError, CancelledError, ConfigError, MACError
 from mac_rag.model import MACModel
 from mac_rag.retrieval.base import Hit, Retriever
 from mac_rag.retrieval.registry import make_retriever
 from mac_rag.server.api_errors import APIError, closing, no_such_bank
 from mac_rag.untrusted_files import MalformedError, read_file
 
-_REMEMBERED_FILTERS = 32
+_REMEMBERED_FILTERS = 8
+_FILTERED_TOGETHER = 200  # documents that a filter is compared with in one turn of the model, which Python slows down
+_LOOK = 0.2  # seconds between two looks whether somebody still waits for a change
+_PAGE_CHARACTERS = 1_000_000  # of a page of documents
 
 
 class ServedBank:
@@ -65,7 +69,7 @@ class ServedBank:
         self.changes = 0
         self._changing = threading.Lock()
         self._closed = False
-        self._filtered: dict[tuple[int, str], frozenset[str]] = {}
+        self._filtered: dict[tuple[int, bytes], frozenset[str]] = {}
 
     @property
     def bank(self) -> Bank:
@@ -85,6 +89,7 @@ class ServedBank:
         return {
             "name": self.name,
             "object": "bank",
+            "state": "open",
             "documents": len(seen),
             "bytes": self.nbytes,
             "rows": bank.layout.name if isinstance(bank, MemoryBank) and len(seen) else None,
@@ -95,7 +100,10 @@ class ServedBank:
         }
 
     def put(
-        self, documents: Sequence[Document], on_bad: Callable[[Document, MACError], object] | None = None
+        self,
+        documents: Sequence[Document],
+        on_bad: Callable[[Document, MACError], object] | None = None,
+        cancelled: Callable[[], bool] | None = None,
     ) -> AdaptReport:
         """Remembers documents, which are on the disk when the call returns.
 
@@ -103,13 +111,15 @@ class ServedBank:
             documents: the documents.
             on_bad: called with each document that cannot be adapted, and its error; None to raise the error, and then
                 none of the documents is remembered.
+            cancelled: as `MACEngine.adapt` takes it.
 
         Raises:
             APIError: if the bank is being deleted, or the server is closing.
+            CancelledError: if `cancelled` returned True.
             MACError: as `MACEngine.adapt`.
         """
-        with self._change():
-            return self.engine.adapt(documents, on_bad=on_bad)
+        with self._change(cancelled or bool):
+            return self.engine.adapt(documents, on_bad=on_bad, cancelled=cancelled)
 
     def forget(self, document_ids: Sequence[str]) -> list[str]:
         """Deletes documents, and returns the ids of all documents that the bank forgot. Unknown ids are ignored."""
@@ -130,11 +140,16 @@ class ServedBank:
         with self._change():
             self.engine.compact()
 
-    def close(self) -> None:
-        """Waits for the running change, and refuses all further ones."""
-        with self._changing:
-            self._closed = True
+    def close(self, seconds: float = -1) -> bool:
+        """Waits so long for the running change, and refuses all further ones. Returns False if the change goes on."""
+        self._closed = True
+        if not self._changing.acquire(timeout=seconds):
+            return False
+        try:
             self.bank.close()
+        finally:
+            self._changing.release()
+        return True
 
     def document(self, document_id: str) -> dict[str, Any]:
         """A document: id, metadata, date, and its text if the bank or the retriever keeps it.
@@ -158,19 +173,29 @@ class ServedBank:
         [document] = retriever.documents([document_id])
         return document.text
 
-    def listing(self, after: str | None, limit: int) -> tuple[list[dict[str, Any]], bool]:
+    def listing(
+        self, after: str | None, limit: int, characters: int = _PAGE_CHARACTERS
+    ) -> tuple[list[dict[str, Any]], bool]:
         """Documents without their texts, oldest first, and whether there are more.
 
         Args:
             after: id of a document after which to begin; None for the first page.
             limit: most documents to return.
+            characters: most characters of them as JSON.
 
         Raises:
             APIError: 404 if the bank does not hold the document `after`.
         """
         members = self._members(after)
-        page = [_described(member) for member in islice(members, limit)]
-        return page, next(members, None) is not None
+        page: list[dict[str, Any]] = []
+        size = 0
+        for member in members:
+            described = _described(member)
+            size += len(json.dumps(described))
+            if len(page) == limit or (page and size > characters):
+                return page, True
+            page.append(described)
+        return page, False
 
     def _members(self, after: str | None) -> Iterator[Member]:
         seen = self.engine.snapshot
@@ -184,31 +209,56 @@ class ServedBank:
                 elif member.document_id == after:
                     found = True
 
-    def allowed(self, filters: Filters | None) -> frozenset[str] | None:
-        """Ids of the documents whose metadata match; None without filters. The results of recent filters are cached."""
+    def allowed(self, filters: Filters | None, gone: Callable[[], bool] = lambda: False) -> frozenset[str] | None:
+        """Ids of the documents whose metadata match; None without filters. The results of recent filters are cached.
+
+        Args:
+            filters: the filters.
+            gone: returns True once nobody waits for the result any more.
+
+        Raises:
+            CancelledError: if `gone` returned True.
+        """
         if not filters:
             return None
         seen = self.engine.snapshot
-        key = (seen.version, repr(sorted(filters.items())))
+        key = (seen.version, hashlib.sha256(json.dumps(filters, sort_keys=True).encode()).digest())
         ids = self._filtered.get(key)
         if ids is None:
             fits = condition(filters)
-            ids = frozenset(member.document_id for entry in seen for member in entry.members if fits(member.metadata))
+            members = (member for entry in seen for member in entry.members)
+            found: list[str] = []
+            while some := list(islice(members, _FILTERED_TOGETHER)):
+                if gone():
+                    raise CancelledError("nobody waits for this request any more, so it was not run")
+                with self.engine.turn():
+                    found += [member.document_id for member in some if fits(member.metadata)]
+            ids = frozenset(found)
             if len(self._filtered) >= _REMEMBERED_FILTERS:
                 self._filtered.clear()
             self._filtered[key] = ids
         return ids
 
     @contextmanager
-    def _change(self) -> Iterator[None]:
+    def _change(self, cancelled: Callable[[], bool] = bool) -> Iterator[None]:
         """A turn to change the bank, which is refused once the bank is closed."""
-        with self._changing:
+        while not self._changing.acquire(timeout=_LOOK):
+            if cancelled():
+                raise CancelledError("nobody waits for this change any more, so it was not made")
+        try:
             if self._closed:
                 raise closing("the bank is being closed, so nothing was changed")
             try:
                 yield
             finally:
                 self.changes += 1
+        finally:
+            self._changing.release()
+
+
+def broken_info(name: str) -> dict[str, Any]:
+    """A bank that could not be opened, as clients see it."""
+    return {"name": name, "object": "bank", "state": "broken"}
 
 
 def no_such_document(document_id: str) -> APIError:
@@ -370,11 +420,14 @@ class BankCatalog:
         Raises:
             APIError: 404 for an unknown name.
         """
-        bank = self.get(name)
         with self._lock:
-            if self._banks.pop(name, None) is not bank:
+            if name in self.unavailable:
+                self.unavailable.discard(name)
+            elif name not in self._banks:
                 raise no_such_bank(name)
-        bank.close()
+            bank = self._banks.pop(name, None)
+        if bank is not None:
+            bank.close()
         gone = self._banks_folder / f".deleted-{token_hex(8)}"
         (self._banks_folder / name).rename(gone)
         sync_folder(self._banks_folder)
@@ -395,12 +448,12 @@ class BankCatalog:
         assert bank.bank.path is not None
         return label, backup(bank.bank.path, self._backups / label)
 
-    def close(self) -> None:
-        """Closes all banks, each after its running change."""
+    def close(self, seconds: float = -1) -> bool:
+        """Closes all banks, each after its running change. Returns False if one of these takes longer than that."""
         with self._lock:
             banks, self._banks = list(self._banks.values()), {}
-        for bank in banks:
-            bank.close()
+        closed = [bank.close(seconds) for bank in banks]
+        return all(closed)
 
 
 def is_in_shards(folder: Path) -> bool:

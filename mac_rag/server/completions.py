@@ -6,7 +6,7 @@ import base64
 import json
 import logging
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from secrets import token_hex
@@ -15,21 +15,31 @@ from typing import Any
 import anyio
 import numpy as np
 from fastapi import APIRouter, Request
-from fastapi.responses import JSONResponse, Response, StreamingResponse
+from fastapi.responses import Response, StreamingResponse
 
 from mac_rag.errors import MACError
+from mac_rag.lm.chat import Message
 from mac_rag.lm.decoding import Sampling
 from mac_rag.server.api_errors import APIError, error_of, no_such_model, unexpected
 from mac_rag.server.asking import Reply, ServedQuestion
 from mac_rag.server.catalog import ServedBank
 from mac_rag.server.keys import Principal
-from mac_rag.server.requests import AnswerRequest, ChatRequest, CompletionRequest, EmbeddingRequest, Reader, StrictRoute
+from mac_rag.server.requests import (
+    AnswerRequest,
+    ChatRequest,
+    CompletionRequest,
+    EmbeddingRequest,
+    Reader,
+    StrictRoute,
+)
 from mac_rag.server.service import EMBEDDING_MODEL, Service
 from mac_rag.server.structured import Wanted, conversation, wanted
 from mac_rag.sources import source_record
 
 _log = logging.getLogger(__name__)
 _SEEDS = 2**63
+# The description of a response that is a stream if the request says so.
+STREAMED: dict[int | str, dict[str, Any]] = {200: {"content": {"text/event-stream": {}}, "description": "The answer."}}
 
 
 def routes(service: Service) -> APIRouter:
@@ -49,50 +59,41 @@ def routes(service: Service) -> APIRouter:
             _bank(service, name, None, who)
         return _model(name)
 
-    @router.post("/chat/completions", response_model=None)
+    @router.post("/chat/completions", response_model=None, responses=STREAMED)
     async def chat(body: ChatRequest, request: Request, who: Reader) -> Response:
         """Answers the last message."""
-        _check_chat(body)
         asked = wanted(body, is_chat=service.asking.reads_conversations)
-        messages = conversation(body.messages, asked)
-        if messages[-1].role != "user":
-            raise APIError(
-                400,
-                f"the last message has the role {messages[-1].role}; end with the user's, which is the question",
-                param="messages",
-            )
-        most = body.max_completion_tokens or body.max_tokens
-        question, notes = _question(service, body, who, messages[-1].text, most)
-        question = replace(question, before=tuple(messages[:-1]))
-        if len(messages) > 1 and not service.asking.reads_conversations:
-            notes.append("this model reads only the last message; the messages before it had no influence")
+        question, notes = await question_of(service, body, who, request, conversation(body.messages, asked))
         shape = _Chat(body.model, notes, asked)
-        if body.stream:
-            return await _streamed(service, [question], shape, _wants_usage(body))
-        return await _answered(service, request, [question], shape)
+        if not body.stream:
+            return await _answered(service, request, [question], shape)
+        if asked is not None:
+            reply = await service.questions.run(lambda gone: service.asking.answer([question], gone)[0], request)
+            return events_of(shape.at_once(reply, body.stream_options.include_usage))
+        return await _streamed(service, [question], shape, body.stream_options.include_usage)
 
-    @router.post("/completions", response_model=None)
+    @router.post("/completions", response_model=None, responses=STREAMED)
     async def complete(body: CompletionRequest, request: Request, who: Reader) -> Response:
         """Answers one prompt or several."""
-        _check_completion(body)
         texts = [body.prompt] if isinstance(body.prompt, str) else body.prompt
-        question, notes = _question(service, body, who, "", body.max_tokens)
+        question, notes = await question_of(service, body, who, request, [])
         questions = [replace(question, text=service.checked_question(text)) for text in texts]
         shape = _Completion(body.model, notes)
         if body.stream:
-            return await _streamed(service, questions, shape, _wants_usage(body))
+            return await _streamed(service, questions, shape, body.stream_options.include_usage)
         return await _answered(service, request, questions, shape)
 
-    @router.post("/embeddings")
-    async def embed(body: EmbeddingRequest, request: Request, _: Reader) -> dict[str, Any]:
+    @router.post("/embeddings", response_model=None)
+    async def embed(body: EmbeddingRequest, request: Request, _: Reader) -> Response:
         """Vectors of texts, by the sentence encoder."""
         if body.model != EMBEDDING_MODEL:
             raise no_such_model(body.model)
         texts = [
             service.checked_question(text) for text in ([body.input] if isinstance(body.input, str) else body.input)
         ]
+        service.check_total(texts)
 
-        def work(_: Callable[[], bool]) -> Any:
+        def work(gone: Callable[[], bool]) -> dict[str, Any]:
             encoder = service.encoder()
             if body.dimensions not in (None, encoder.width):
                 raise APIError(
@@ -100,17 +101,16 @@ def routes(service: Service) -> APIRouter:
                     f"dimensions is {body.dimensions}, and vectors have {encoder.width}; leave it out",
                     param="dimensions",
                 )
-            with service.metrics.part("embed"):
-                return encoder.questions(texts)
+            vectors = service.asking.embed(encoder, texts, gone)
+            data = [
+                {"object": "embedding", "index": index, "embedding": _written(vector, body.encoding_format)}
+                for index, vector in enumerate(vectors)
+            ]
+            tokens = sum(len(service.model.base_lm.prompts.texts.ids(text)) for text in texts)
+            usage = {"prompt_tokens": tokens, "total_tokens": tokens}
+            return {"object": "list", "model": body.model, "data": data, "usage": usage}
 
-        vectors = await service.reads.run(work, request)
-        data = [
-            {"object": "embedding", "index": index, "embedding": _written(vector, body.encoding_format)}
-            for index, vector in enumerate(vectors)
-        ]
-        tokens = sum(len(service.model.base_lm.prompts.texts.ids(text)) for text in texts)
-        usage = {"prompt_tokens": tokens, "total_tokens": tokens}
-        return {"object": "list", "model": body.model, "data": data, "usage": usage}
+        return await service.reads.respond(work, request)
 
     return router
 
@@ -140,18 +140,12 @@ class _Shape:
             {"logprobs": None, "finish_reason": _finish(reply), **self.choice(index, reply)}
             for index, reply in enumerate(replies)
         ]
-        own = {"sources": _sources(replies[0]), **self._own(replies[0])}
+        own = own_fields(replies[0], self._notes)
         if len(replies) > 1:
             for choice, reply in zip(choices, replies):
                 choice["sources"] = _sources(reply)
                 choice["confidence"] = reply.confidence
         return {**self._head, "object": self.kind, "choices": choices, "usage": usage_of(replies), **own}
-
-    def _own(self, reply: Reply) -> dict[str, Any]:
-        """The fields that this server adds to OpenAI's."""
-        own: dict[str, Any] = {"confidence": reply.confidence, "guess": reply.guess}
-        own |= {"retrieved": reply.retrieved, "truncated": reply.truncated}
-        return {**own, "notes": self._notes}
 
     def piece(self, index: int, text: str, first: bool) -> dict[str, Any]:
         choice = {**self.piece_choice(index, text, first), "logprobs": None, "finish_reason": None}
@@ -159,8 +153,23 @@ class _Shape:
 
     def end(self, index: int, reply: Reply) -> dict[str, Any]:
         choice = {**self.piece_choice(index, None, False), "logprobs": None, "finish_reason": _finish(reply)}
-        own = {"sources": _sources(reply), **self._own(reply)}
+        own = own_fields(reply, self._notes)
         return {**self._head, "object": self.piece_kind, "choices": [{"index": index, **choice}], **own}
+
+    async def at_once(self, reply: Reply, with_usage: bool) -> AsyncIterator[dict[str, Any]]:
+        """A stream with the whole reply as its first piece, for a reply that is only known as a whole."""
+        whole = self.choice(0, reply)
+        message = whole.pop("message")
+        for number, call in enumerate(message.get("tool_calls", ())):
+            call["index"] = number
+        empty = {"usage": None} if with_usage else {}
+        piece = {"index": 0, "delta": message, "logprobs": None, "finish_reason": None}
+        yield {**self._head, "object": self.piece_kind, "choices": [piece], **empty}
+        end = self.end(0, reply)
+        end["choices"][0] |= {"finish_reason": whole.get("finish_reason", _finish(reply))}
+        yield {**end, **empty}
+        if with_usage:
+            yield self.usage([reply])
 
     def usage(self, replies: list[Reply]) -> dict[str, Any]:
         return {**self._head, "object": self.piece_kind, "choices": [], "usage": usage_of(replies)}
@@ -208,16 +217,21 @@ def _sources(reply: Reply) -> list[dict[str, Any]]:
     return [source_record(source, said) for source in reply.sources]
 
 
+def own_fields(reply: Reply, notes: list[str]) -> dict[str, Any]:
+    """The fields that this server adds to OpenAI's."""
+    own: dict[str, Any] = {"sources": _sources(reply), "confidence": reply.confidence, "guess": reply.guess}
+    return {**own, "retrieved": reply.retrieved, "truncated": reply.truncated, "notes": notes}
+
+
 def _finish(reply: Reply) -> str:
     return "length" if reply.is_cut else "stop"
 
 
 async def _answered(service: Service, request: Request, questions: list[ServedQuestion], shape: _Shape) -> Response:
     """The answers to all questions, in one response."""
-    replies = await service.questions.run(
-        lambda gone: service.asking.answer(questions, gone), request, units=len(questions)
+    return await service.questions.respond(
+        lambda gone: shape.whole(service.asking.answer(questions, gone)), request, units=len(questions)
     )
-    return JSONResponse(shape.whole(replies))
 
 
 async def _streamed(service: Service, questions: list[ServedQuestion], shape: _Shape, with_usage: bool) -> Response:
@@ -225,84 +239,109 @@ async def _streamed(service: Service, questions: list[ServedQuestion], shape: _S
     streams = [service.questions.stream(partial(service.asking.stream, question)) for question in questions]
     first = await anext(streams[0])
 
-    def chunk(content: dict[str, Any]) -> bytes:
-        return _event({**content, "usage": None} if with_usage else content)
-
-    async def events() -> AsyncIterator[bytes]:
+    async def events() -> AsyncIterator[dict[str, Any]]:
         replies: list[Reply] = []
         try:
             for index, stream in enumerate(streams):
                 begun = False
-                async for item in _chain(first, stream) if index == 0 else stream:
+                async for item in first_and_rest(first, stream) if index == 0 else stream:
                     if isinstance(item, Reply):
                         if not begun:
-                            yield chunk(shape.piece(index, "", True))
+                            yield shape.piece(index, "", True)
                         replies.append(item)
-                        yield chunk(shape.end(index, item))
+                        yield shape.end(index, item)
                     else:
-                        yield chunk(shape.piece(index, item, not begun))
+                        yield shape.piece(index, item, not begun)
                         begun = True
             if with_usage:
-                yield _event(shape.usage(replies))
-        except APIError as error:
-            yield _event(error.body)
-        except MACError as error:
-            yield _event(error_of(error).body)
-        except Exception:
-            _log.exception("a stream failed")
-            yield _event(unexpected().body)
+                yield shape.usage(replies)
         finally:
             # Shielded, because a task that is cancelled when the client has gone can wait for nothing.
             with anyio.CancelScope(shield=True):
                 for stream in streams:
                     await stream.aclose()
-        yield b"data: [DONE]\n\n"
 
-    return StreamingResponse(events(), media_type="text/event-stream", headers={"X-Accel-Buffering": "no"})
+    async def with_empty_usage() -> AsyncIterator[dict[str, Any]]:
+        async for content in events():
+            yield {"usage": None, **content}
+
+    return events_of(with_empty_usage() if with_usage else events())
 
 
-async def _chain(first: str | Reply, rest: AsyncIterator[str | Reply]) -> AsyncIterator[str | Reply]:
+async def first_and_rest(first: str | Reply, rest: AsyncIterator[str | Reply]) -> AsyncIterator[str | Reply]:
+    """The items of a stream whose first one was already read."""
     yield first
     async for item in rest:
         yield item
 
 
-def _event(content: dict[str, Any]) -> bytes:
-    return b"data: " + json.dumps(content, ensure_ascii=False).encode() + b"\n\n"
+def events_of(contents: AsyncIterator[dict[str, Any]], *, named: bool = False) -> Response:
+    """Objects as server-sent events; an error ends them. `named`: the type of an object is also the event's name."""
+
+    def written(content: dict[str, Any]) -> bytes:
+        name = f"event: {content['type']}\n" if named else ""
+        # In ASCII, because some clients also end a line at U+2028, U+2029 and U+0085.
+        return f"{name}data: {json.dumps(content)}\n\n".encode()
+
+    async def events() -> AsyncIterator[bytes]:
+        try:
+            async for content in contents:
+                yield written(content)
+        except Exception as error:
+            fault = error if isinstance(error, APIError) else unexpected(error)
+            if isinstance(error, MACError):
+                fault = error_of(error)
+            elif not isinstance(error, APIError):
+                _log.exception("a stream failed")
+            yield written({"type": "error", **fault.body, **(fault.body["error"] if named else {})})
+        if not named:
+            yield b"data: [DONE]\n\n"
+
+    return StreamingResponse(events(), media_type="text/event-stream", headers={"X-Accel-Buffering": "no"})
 
 
-def _question(
-    service: Service, body: AnswerRequest, who: Principal, text: str, max_tokens: int | None
+async def question_of(
+    service: Service, body: AnswerRequest, who: Principal, request: Request, messages: Sequence[Message]
 ) -> tuple[ServedQuestion, list[str]]:
-    """The question of a request, and notes for its client."""
+    """The question of a request, which is the last message if there are some; and notes for its client."""
     bank = _bank(service, body.model, body.bank, who)
     if bank is None and (body.filters or body.as_of):
         raise APIError(400, "filters and as_of need a bank; name one: model MODEL:BANK", param="model")
     if bank is None and body.min_confidence is not None:
         raise APIError(400, "min_confidence needs a bank; name one: model MODEL:BANK", param="min_confidence")
+    if messages and messages[-1].role != "user":
+        raise APIError(
+            400,
+            f"the last message has the role {messages[-1].role}; end with the user's, which is the question",
+            param="messages",
+        )
+    service.check_total(message.text for message in messages)
     notes: list[str] = []
     most = None
-    if max_tokens is not None:
-        most = min(max_tokens, service.limits.answer_tokens, service.asking.longest_answer)
-        if most < max_tokens:
-            notes.append(f"max_tokens was reduced from {max_tokens} to {most}, the most that an answer may have")
-    stop = [body.stop] if isinstance(body.stop, str) else body.stop or []
-    sampling = Sampling(
-        body.temperature or 0.0,
-        1.0 if body.top_p is None else body.top_p,
-        None if body.seed is None else body.seed % _SEEDS,
-        tuple(stop),
-    )
+    if body.longest is not None:
+        most = min(body.longest, service.limits.answer_tokens, service.asking.longest_answer)
+        if most < body.longest:
+            notes.append(f"max_tokens was reduced from {body.longest} to {most}, the most that an answer may have")
+    if len(messages) > 1 and not service.asking.reads_conversations:
+        notes.append("this model reads only the last message; the messages before it had no influence")
+    drawn = [name for name in ("top_k", "min_p", "typical_p") if body.temperature and name in (body.model_extra or {})]
+    if drawn:
+        notes.append(f"{' and '.join(drawn)} had no influence; use top_p")
+    allowed = None
+    if bank is not None and body.filters:
+        allowed = await service.reads.run(partial(bank.allowed, body.filters), request)
+    seed = None if body.seed is None else body.seed % _SEEDS
     question = ServedQuestion(
-        service.checked_question(text),
+        service.checked_question(messages[-1].text) if messages else "",
         bank,
+        before=tuple(messages[:-1]),
         use_memory=body.memory,
         use_retriever=_uses_retriever(body.retriever, bank),
         k=body.k,
         memory_weight=body.memory_weight,
-        allowed=None if bank is None else bank.allowed(body.filters),
+        allowed=allowed,
         as_of=body.as_of,
-        sampling=sampling,
+        sampling=Sampling(body.temperature, body.top_p, seed, body.stops),
         max_new_tokens=most,
         sources=body.sources,
         min_confidence=body.min_confidence,
@@ -335,32 +374,6 @@ def _uses_retriever(wanted: str | bool | None, bank: ServedBank | None) -> bool:
         has = "no bank" if bank is None else f"the retriever {bank.retriever}"
         raise APIError(400, f"retriever is {wanted!r:.40}, and this model has {has}; leave it out", param="retriever")
     return True
-
-
-def _check_common(body: AnswerRequest) -> None:
-    if body.n not in (None, 1):
-        raise APIError(400, f"n is {body.n}, and must be 1; ask again for another answer", param="n")
-    for name in ("presence_penalty", "frequency_penalty", "logit_bias"):
-        if getattr(body, name):
-            raise APIError(400, f"{name} is not supported; leave it out", param=name)
-
-
-def _check_chat(body: ChatRequest) -> None:
-    _check_common(body)
-    if body.logprobs or body.top_logprobs:
-        raise APIError(400, "logprobs are not supported by this model; leave them out", param="logprobs")
-
-
-def _check_completion(body: CompletionRequest) -> None:
-    _check_common(body)
-    if body.logprobs is not None:
-        raise APIError(400, "logprobs are not supported by this model; leave them out", param="logprobs")
-    if body.echo or body.suffix or body.best_of not in (None, 1):
-        raise APIError(400, "echo, suffix and best_of are not supported; leave them out", param="echo")
-
-
-def _wants_usage(body: AnswerRequest) -> bool:
-    return body.stream_options is not None and body.stream_options.include_usage
 
 
 def _model(name: str) -> dict[str, Any]:

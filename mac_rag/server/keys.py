@@ -74,6 +74,7 @@ class KeyStore:
 
     def __init__(self, path: Path) -> None:
         self._path = path
+        self._lock_path = Path(f"{path}.lock")
         self._lock = Lock()
         self._seen: tuple[int, int, int] | None = None
         self._keys: tuple[tuple[str, Principal], ...] = ()  # hex sha256 of each key, and its principal
@@ -96,7 +97,7 @@ class KeyStore:
             raise ConfigError(f"{wrong or 'nothing'} names no banks; give names, where * stands for any characters")
         token = f"mac_{secrets.token_urlsafe(32)}"
         make_writable_folder(self._path.parent)
-        with FileLock(f"{self._path}.lock", mode=0o600):
+        with FileLock(self._lock_path, mode=0o600):
             records = self._records()
             if any(record["name"] == name for record in records):
                 raise ConfigError(f"a key {name!r} exists already; remove it first, or choose another name")
@@ -112,12 +113,10 @@ class KeyStore:
             ConfigError: for an unknown name; and as `make_writable_folder`.
         """
         make_writable_folder(self._path.parent)
-        with FileLock(f"{self._path}.lock", mode=0o600):
-            records = self._records()
-            left = [record for record in records if record["name"] != name]
-            if len(left) == len(records):
-                raise ConfigError(f"there is no key {name!r}; mac-rag key list shows all keys")
-            self._write(left)
+        if all(record["name"] != name for record in self._records()):
+            raise ConfigError(f"there is no key {name!r}; mac-rag key list shows all keys")
+        with FileLock(self._lock_path, mode=0o600):
+            self._write([record for record in self._records() if record["name"] != name])
 
     def described(self) -> list[dict[str, Any]]:
         """Name, scope, banks and time of creation of each key."""
@@ -135,8 +134,10 @@ class KeyStore:
                 holder = principal
         return holder
 
-    def __bool__(self) -> bool:
-        return bool(self._current())
+    @property
+    def was_used(self) -> bool:
+        """True if there ever was a key, also if none is left and if the file is gone: its lock is never removed."""
+        return self._path.exists() or self._lock_path.exists()
 
     def _current(self) -> tuple[tuple[str, Principal], ...]:
         """The keys in the file at present. The file is read again after each change."""

@@ -1,13 +1,16 @@
-"""Metrics for Prometheus: durations of requests and their parts, sizes of batches and banks."""
+"""Metrics for Prometheus: durations of requests and their parts, sizes of batches and banks, jobs, memory, disk."""
 
 from __future__ import annotations
 
+import shutil
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 if TYPE_CHECKING:
@@ -57,6 +60,19 @@ class Metrics:
         )
         self.pending = Gauge("mac_rag_pending", "Work that waits or runs.", ("kind",), registry=self._registry)
         self._registry.register(_BankCollector(catalog))
+        ProcessCollector(registry=self._registry)  # memory, time and open files of the process
+
+    def watch(self, folder: Path, jobs: Callable[[], Iterable[str]]) -> None:
+        """Has each scrape measure the disk of a folder, and count jobs by their states."""
+        room = Gauge("mac_rag_disk_free_bytes", "Free bytes of the disk with the data.", registry=self._registry)
+        room.set_function(lambda: shutil.disk_usage(folder).free)
+        by_state = Gauge("mac_rag_jobs", "Jobs by state.", ("state",), registry=self._registry)
+
+        def count(state: str) -> int:
+            return sum(other == state for other in jobs())
+
+        for state in ("waiting", "running", "done", "failed", "cancelled", "interrupted"):
+            by_state.labels(state).set_function(partial(count, state))
 
     def request(self, method: str, route: str, status: int, seconds: float) -> None:
         """Counts a request."""

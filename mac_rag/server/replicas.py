@@ -1,20 +1,20 @@
-"""Replicas in processes of Ray Serve, on this machine or on several."""
+"""Replicas in processes of Ray, on this machine or on several."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
-from secrets import token_hex
 from typing import Any
 
 from mac_rag.distributed.cluster import connected_ray
 from mac_rag.engine import MACEngine
 from mac_rag.errors import CancelledError, ConfigError, FingerprintError, MACError
 from mac_rag.model import MACModel
-from mac_rag.server.api_errors import APIError, no_such_bank
+from mac_rag.server.api_errors import APIError, closing, no_such_bank
 from mac_rag.server.asking import Asking, Reply, ServedQuestion
 from mac_rag.server.catalog import ServedBank, open_bank
 from mac_rag.server.metrics import Banks, Metrics
@@ -24,9 +24,9 @@ _LOOK = 0.2  # seconds between two checks whether somebody still waits
 
 
 class Replicas:
-    """Starts replicas, and sends each question to one that has few. Ray Serve restarts a replica that dies.
+    """Starts replicas, actors of Ray, and sends each question to one that has few. Ray restarts a replica that dies.
 
-    Only this process reaches them: no port is opened beside Ray's own.
+    They listen on no port but Ray's own.
 
     Args:
         source: name or folder of the model; a folder must exist under this path on all machines.
@@ -37,15 +37,11 @@ class Replicas:
         patience: see `MACEngine.wait_for_crowds`.
 
     Raises:
-        ConfigError: if Ray Serve is missing, or the cluster has not enough CPUs or GPUs.
+        ConfigError: if Ray is missing, or the cluster has not enough CPUs or GPUs, or a replica cannot start.
     """
 
     def __init__(self, source: str, model: MACModel, folder: Path, count: int, most: int, patience: float) -> None:
-        ray = connected_ray()
-        try:
-            from ray import serve
-        except ImportError as error:
-            raise ConfigError(f"--ray needs Ray Serve ({error}): pip install 'mac-rag[server,ray]'") from None
+        self._ray = ray = connected_ray()
         there = ray.cluster_resources()
         kind = "GPU" if there.get("GPU", 0) >= count else "CPU"
         if there.get(kind, 0) < count:
@@ -54,20 +50,16 @@ class Replicas:
                 "replicas, or add machines"
             )
         self.count = count
-        self._is_closed = False
-        self._ray, self._serve, self._name = ray, serve, f"mac-rag-{token_hex(4)}"
+        self._lock = threading.Lock()
         place = str(Path(source).resolve()) if Path(source).is_dir() else source
-        deployment: Any = serve.deployment(
-            name="replica",
-            num_replicas=count,
-            max_ongoing_requests=2 * most,
-            ray_actor_options={"num_gpus": 1, "num_cpus": 0} if kind == "GPU" else {"num_cpus": 1},
-        )(Replica)
-        serve.start(proxy_location="Disabled")
-        bound = deployment.bind(place, model.fingerprint, folder.resolve(), most, patience)
+        resources = {"num_gpus": 1, "num_cpus": 0} if kind == "GPU" else {"num_cpus": 1}
+        actor: Any = ray.remote(Replica).options(max_restarts=-1, max_concurrency=4 * most, **resources)
+        started = [actor.remote(place, model.fingerprint, folder.resolve(), most, patience) for _ in range(count)]
+        self._running = dict.fromkeys(started, 0)  # replica -> number of questions that it has
+        self._lost: dict[Any, Any] = {}  # replica that has died -> what is done once it has started again
         try:
-            self._handle = serve.run(bound, name=self._name, route_prefix=None)
-        except RuntimeError as error:
+            ray.get([replica.ready.remote() for replica in started])
+        except ray.exceptions.RayError as error:
             self.close()
             raise ConfigError(f"the replicas cannot start: {str(error).strip()[-500:]}") from None
 
@@ -79,17 +71,16 @@ class Replicas:
             CancelledError: if `cancelled` returns True.
             MACError: any error that the replica raises.
         """
-        response: Any = self._handle.answer.remote(sent)
-        while True:
-            try:
-                replies: list[Reply] = response.result(timeout_s=_LOOK)
-                return replies
-            except TimeoutError:
-                if cancelled is not None and cancelled():
-                    response.cancel()
-                    raise CancelledError("nobody waits for this request any more, so it was not run") from None
-            except Exception as error:
-                raise self._known(error) from None
+        with self._one() as replica:
+            response = replica.answer.remote(sent)
+            while True:
+                try:
+                    replies: list[Reply] = self._ray.get(response, timeout=_LOOK)
+                    return replies
+                except self._ray.exceptions.GetTimeoutError:
+                    if cancelled is not None and cancelled():
+                        self._ray.cancel(response)
+                        raise CancelledError("nobody waits for this request any more, so it was not run") from None
 
     def stream(self, sent: SentQuestions) -> Iterator[str | Reply]:
         """Yields an answer piece by piece from one of the replicas.
@@ -98,30 +89,53 @@ class Replicas:
             APIError: 503 if the replica is lost.
             MACError: any error that the replica raises.
         """
-        response: Any = self._handle.options(stream=True).stream.remote(sent)
-        try:
-            yield from response
-        except GeneratorExit:
-            response.cancel()
-            raise
-        except Exception as error:
-            raise self._known(error) from None
+        with self._one() as replica:
+            response = replica.stream.options(num_returns="streaming").remote(sent)
+            try:
+                for piece in response:
+                    yield self._ray.get(piece)
+            except GeneratorExit:
+                self._ray.cancel(response)
+                raise
 
     def close(self) -> None:
         """Ends the replicas. A second call does nothing."""
-        if not self._is_closed:
-            self._is_closed = True
-            self._serve.delete(self._name)
+        for replica in list(self._running):
+            self._ray.kill(replica)
+        self._running = {}
 
-    def _known(self, error: Exception) -> Exception:
+    @contextmanager
+    def _one(self) -> Iterator[Any]:
+        """The replica that has the fewest questions, of those that have not died and not started again yet."""
+        with self._lock:
+            if not self._running:
+                raise closing("the server is closing, so nothing was done")
+            self._lost = {one: back for one, back in self._lost.items() if not self._ray.wait([back], timeout=0)[0]}
+            here = [one for one in self._running if one not in self._lost] or list(self._running)
+            replica = min(here, key=self._running.__getitem__)
+            self._running[replica] += 1
+        try:
+            yield replica
+        except Exception as error:
+            raise self._known(error, replica) from None
+        finally:
+            with self._lock:
+                if replica in self._running:
+                    self._running[replica] -= 1
+
+    def _known(self, error: Exception, replica: Any) -> Exception:
         """The error that a replica raised; 503 for a lost replica."""
         cause: object = getattr(error, "cause", None)
         if isinstance(cause, MACError | APIError):
             return cause
         errors = self._ray.exceptions
         is_lost = isinstance(error, errors.RayError) and not isinstance(error, errors.RayTaskError)
-        lost = APIError(503, "the process that was to answer has died; ask again", code="lost", retry_after=1)
-        return lost if is_lost else error
+        if not is_lost:
+            return error
+        with self._lock:
+            if replica not in self._lost:
+                self._lost[replica] = replica.ready.options(max_task_retries=-1).remote()
+        return APIError(503, "the process that was to answer has died; ask again", code="lost", retry_after=1)
 
 
 @dataclass(frozen=True)
@@ -229,6 +243,9 @@ class Replica:
         self._asking = Asking(alone, Metrics(self))
         # Twice the bound: the server bounds the questions, but takes a request that exceeds the bound by itself.
         self._workers = Workers("questions", 2 * most)
+
+    async def ready(self) -> None:
+        """Returns when the replica has started."""
 
     def served(self) -> list[ServedBank]:
         """The banks that are open."""

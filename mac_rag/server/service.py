@@ -5,27 +5,26 @@ from __future__ import annotations
 import json
 import logging
 import os
-import shutil
 import threading
-from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
-from secrets import token_hex
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from mac_rag.atomic_files import make_writable_folder, private
 from mac_rag.bank.database import WriterLock
+from mac_rag.data.characters import fault_of
 from mac_rag.data.types import Document
 from mac_rag.engine import MACEngine
-from mac_rag.errors import ConfigError, MACError, ModelLoadError
+from mac_rag.errors import ConfigError, ModelLoadError
 from mac_rag.model import MACModel
-from mac_rag.server.api_errors import APIError, closing, error_of, no_such_bank, unexpected
+from mac_rag.server.api_errors import APIError, no_such_bank
 from mac_rag.server.asking import Asking
-from mac_rag.server.catalog import BankCatalog, ServedBank
+from mac_rag.server.catalog import BankCatalog, ServedBank, broken_info
+from mac_rag.server.jobs import Job, Jobs
 from mac_rag.server.keys import KeyStore, Principal
 from mac_rag.server.metrics import Metrics
 from mac_rag.server.replicas import ReplicatedAsking
@@ -47,23 +46,31 @@ class Limits:
     """Bounds of requests. A request that exceeds one of them is refused before anything is computed.
 
     Attributes:
-        body_bytes: largest body of a request.
+        body_bytes: largest body of a request. Only uploads and documents may have more than 1 MiB.
+        bodies_bytes: most bytes of all bodies of one key at a time.
         body_seconds: longest time for a client to send a body.
         question_characters: longest question, text of a prompt or search.
+        total_characters: most characters of all messages, or of all texts to embed, of a request.
         document_characters: longest document.
+        id_characters: longest id of a document.
+        metadata_characters: longest metadata of a document, as JSON.
         documents: most documents in the body of one request; uploaded files may hold more.
         answer_tokens: longest answer.
-        pending: most questions that wait or are answered at a time; one more is refused with 429.
-        writes: most changes of banks that wait or run at a time.
-        jobs: most jobs that wait or run at a time.
+        pending: most questions of one key that wait or are answered at a time; one more is refused with 429.
+        writes: most changes of banks of one key that wait or run at a time.
+        jobs: most jobs of one key that wait or run at a time.
         question_seconds: longest time for a question to wait and be answered.
         requests_per_minute: most requests a minute of one key; 0 for any number.
     """
 
     body_bytes: int = 64 << 20
+    bodies_bytes: int = 128 << 20
     body_seconds: float = 120.0
     question_characters: int = 20_000
+    total_characters: int = 200_000
     document_characters: int = 4_000_000
+    id_characters: int = 1_000
+    metadata_characters: int = 65_536
     documents: int = 1_000
     answer_tokens: int = 512
     pending: int = 64
@@ -71,6 +78,17 @@ class Limits:
     jobs: int = 16
     question_seconds: float = 60.0
     requests_per_minute: int = 1_200
+
+    def fault_of(self, document: Document) -> str | None:
+        """Says what of a document is too long; None if nothing is."""
+        if len(document.text) > self.document_characters:
+            return f"its text has more than {self.document_characters:,} characters; split it"
+        if len(document.id) > self.id_characters:
+            return f"its id has more than {self.id_characters:,} characters; give a shorter one"
+        # In a valid document, metadata are JSON. `Member.of` refuses all others.
+        if len(json.dumps(dict(document.metadata), default=str)) > self.metadata_characters:
+            return f"its metadata have more than {self.metadata_characters:,} characters as JSON; leave some out"
+        return None
 
 
 # The name under which `/v1/embeddings` serves the sentence encoder.
@@ -110,8 +128,6 @@ class Service:
         self.model_name = model_name
         self.keys = KeyStore(folder / KEYS)
         self.audit = AuditLog(folder / "audit.jsonl")
-        self.uploads = folder / "uploads"
-        shutil.rmtree(self.uploads, ignore_errors=True)  # left by jobs of a killed process
         self.catalog = BankCatalog(folder, model, None if replicas is None else replicas.count)
         self.metrics = Metrics(self.catalog)
         for bank in self.catalog.served():
@@ -126,13 +142,16 @@ class Service:
             self.asking = ReplicatedAsking(alone, self.metrics, replicas, self.catalog)
         self.questions = Workers("questions", self.limits.pending, self.limits.question_seconds)
         self.writes = Workers("writes", self.limits.writes)
-        self.reads = Workers("reads", self.limits.pending, self.limits.question_seconds)
-        self.jobs = Jobs(self.limits.jobs, self._note_job)
+        # Two at a time, because they compute in Python, where one thread holds up the others.
+        self.reads = Workers("reads", self.limits.pending, self.limits.question_seconds, running=2)
+        self.jobs = Jobs(folder, self.limits.jobs, self.limits.fault_of, self.catalog.get, self._note_job)
+        self.metrics.watch(folder, lambda: [job.state for job in self.jobs.all()])
         for kind, workers in (("questions", self.questions), ("writes", self.writes), ("reads", self.reads)):
             self.metrics.pending.labels(kind).set_function(partial(getattr, workers, "pending"))
         self._encoder: Encoder | None = None
         self._encoder_lock = threading.Lock()
         self.ready = True
+        self.stopping = threading.Event()  # set once running changes are to be taken back
 
     def bank(self, name: str, who: Principal) -> ServedBank:
         """A bank that a principal may see.
@@ -147,6 +166,11 @@ class Service:
     def banks(self, who: Principal) -> list[ServedBank]:
         """The banks that a principal may see."""
         return [bank for bank in self.catalog.served() if who.sees(bank.name)]
+
+    def infos(self, who: Principal) -> list[dict[str, Any]]:
+        """The banks that a principal may see as clients see them, also those that could not be opened."""
+        broken = [name for name in sorted(self.catalog.unavailable) if who.sees(name)]
+        return [bank.info() for bank in self.banks(who)] + [broken_info(name) for name in broken]
 
     def create_bank(self, name: str, who: Principal, *, retriever: str, keep_texts: bool | None) -> ServedBank:
         """Makes a bank.
@@ -164,17 +188,34 @@ class Service:
         return bank
 
     def checked_question(self, text: str) -> str:
-        """Returns a question, prompt or search if it is not too long.
+        """Returns a question, prompt or search if it is a text, and not too long.
 
         Raises:
-            APIError: 400 if it has more than `Limits.question_characters`.
+            APIError: 400 if it has more than `Limits.question_characters`, or a character that is none.
         """
         most = self.limits.question_characters
         if len(text) > most:
             raise APIError(
                 400, f"a text has {len(text):,} characters, and {most:,} are the most; shorten it", code="too_long"
             )
+        fault = fault_of(text)
+        if fault is not None:
+            raise APIError(400, f"in a text, {fault}", code="not_a_text")
         return text
+
+    def check_total(self, texts: Iterable[str]) -> None:
+        """Refuses texts that are too long together.
+
+        Raises:
+            APIError: 400 if they have more than `Limits.total_characters`.
+        """
+        total, most = sum(map(len, texts)), self.limits.total_characters
+        if total > most:
+            raise APIError(
+                400,
+                f"all texts together have {total:,} characters, and {most:,} are the most; send fewer",
+                code="too_long",
+            )
 
     def encoder(self) -> Encoder:
         """The sentence encoder, which the first call loads.
@@ -193,21 +234,32 @@ class Service:
             return self._encoder
 
     def refuse_new_work(self) -> None:
-        """Refuses questions and changes from now on; running ones are finished."""
+        """Refuses questions and changes from now on. Running ones are finished; jobs go on at the next start."""
         self.ready = False
+        self.jobs.stop()
         for workers in (self.questions, self.writes, self.reads):
             workers.refuse()
 
-    def close(self) -> None:
-        """Finishes running work, and closes all banks."""
+    def give_up(self) -> None:
+        """Ends what is still running: questions get an error, changes are taken back."""
+        self.stopping.set()
+        self.questions.give_up()
+        self.reads.give_up()
+
+    def close(self, seconds: float = 3600.0) -> bool:
+        """Finishes running work, but waits no longer than that, and closes all banks. Returns False if some goes on."""
+        end = time.monotonic() + seconds
         self.refuse_new_work()
-        self.jobs.close()
-        for workers in (self.questions, self.writes, self.reads):
-            workers.close()
-        self.catalog.close()
+        ended = [
+            part.close(max(0.0, end - time.monotonic()))
+            for part in (self.jobs, self.questions, self.writes, self.reads, self.catalog)
+        ]
+        if not all(ended):
+            _log.warning("some work is not finished; what it has not committed is taken back")
         if self._replicas is not None:
             self._replicas.close()
         self._lock.release()
+        return all(ended)
 
     def _note_job(self, job: Job) -> None:
         if job.added or job.updated:
@@ -219,7 +271,7 @@ _NO_FOLLOW = getattr(os, "O_NOFOLLOW", 0)
 
 
 class AuditLog:
-    """Appends one line of JSON for each change, after the change is on the disk.
+    """Appends one line of JSON for each change, after the change is on the disk. If that fails, the log gets the line.
 
     Args:
         path: the file, created with the mode 0600. If it is moved away, a new one is created.
@@ -241,210 +293,12 @@ class AuditLog:
         moment = datetime.now(UTC).isoformat(timespec="milliseconds")
         record = {"time": moment, "key": who, "action": action, "bank": bank, **details}
         line = json.dumps(record).encode() + b"\n"
-        with self._lock, open(self._path, "ab", opener=lambda path, flags: private(path, flags | _NO_FOLLOW)) as file:
-            file.write(line)
-
-
-# Jobs: adapting that takes longer than a request should wait. A job runs on after its client has gone.
-
-State = Literal["waiting", "running", "done", "failed", "cancelled"]
-# Most documents in one commit. Progress is reported, and a job can be cancelled, after each commit.
-_GROUP = 32
-_GROUP_CHARACTERS = 100_000
-_MOST_LISTED = 100  # left-out documents that are listed with their reasons
-_FINISHED = 200  # finished jobs that are still listed
-
-
-class LeftOut:
-    """The documents and files that a job left out.
-
-    Attributes:
-        number: how many.
-        listed: the first of them, with the reasons, and what is left out of files.
-    """
-
-    def __init__(self) -> None:
-        self.number = 0
-        self.listed: list[dict[str, str]] = []
-
-    def add(self, what: str, why: str) -> None:
-        """Notes a document or file, and why it is left out."""
-        self.number += 1
-        self.add_part(what, why)
-
-    def add_part(self, what: str, why: str) -> None:
-        """Notes what is left out of a file."""
-        if len(self.listed) < _MOST_LISTED:
-            self.listed.append({"document": what, "reason": why})
-
-
-@dataclass(eq=False)
-class Job:
-    """One job.
-
-    Attributes:
-        id: its random name.
-        bank: name of the bank.
-        owner: name of the key that started it.
-        state: its state.
-        total: number of documents; None until all files have been read.
-        finished: number of documents that are in the bank now, or were left out.
-        added, updated, unchanged: numbers of documents.
-        left_out: what could not be read or adapted.
-        error: why the job failed; None if it did not.
-        cancelled: set to end the job after its present commit.
-    """
-
-    id: str
-    bank: str
-    owner: str
-    state: State = "waiting"
-    total: int | None = None
-    finished: int = 0
-    added: int = 0
-    updated: int = 0
-    unchanged: int = 0
-    left_out: LeftOut = field(default_factory=LeftOut)
-    error: str | None = None
-    cancelled: threading.Event = field(default_factory=threading.Event)
-
-    def described(self) -> dict[str, Any]:
-        """The job as clients see it."""
-        return {
-            "id": self.id,
-            "object": "job",
-            "bank": self.bank,
-            "state": self.state,
-            "total": self.total,
-            "finished": self.finished,
-            "added": self.added,
-            "updated": self.updated,
-            "unchanged": self.unchanged,
-            "left_out": list(self.left_out.listed),
-            "left_out_count": self.left_out.number,
-            "error": self.error,
-        }
-
-
-class Jobs:
-    """Runs jobs, one after the other, in a thread of its own.
-
-    Args:
-        most: most jobs that wait or run at a time.
-        on_end: called with each job when it has ended.
-    """
-
-    def __init__(self, most: int, on_end: Callable[[Job], object]) -> None:
-        self._most = most
-        self._on_end = on_end
-        self._pool = ThreadPoolExecutor(1, thread_name_prefix="mac-rag-jobs")
-        self._lock = threading.Lock()
-        self._jobs: OrderedDict[str, Job] = OrderedDict()
-        self._closing = False
-
-    def start(
-        self, bank: ServedBank, owner: str, read: Callable[[LeftOut], Iterable[Document]], clean: Callable[[], object]
-    ) -> Job:
-        """Queues a job.
-
-        Args:
-            bank: the bank.
-            owner: name of the key.
-            read: reads the documents, and notes what it leaves out.
-            clean: removes the uploaded files; called at the end of the job, also of a failed one.
-
-        Raises:
-            APIError: 429 if too many jobs wait; 503 if the server is closing.
-        """
-        job = Job(f"job-{token_hex(12)}", bank.name, owner)
-        with self._lock:
-            if self._closing:
-                raise closing("the server is closing, so nothing was done")
-            if sum(other.state in ("waiting", "running") for other in self._jobs.values()) >= self._most:
-                raise APIError(429, f"{self._most} jobs wait or run; try again later", code="busy", retry_after=5)
-            self._jobs[job.id] = job
-            self._pool.submit(self._run, job, bank, read, clean)
-            ended = [name for name, other in self._jobs.items() if other.state not in ("waiting", "running")]
-            for name in ended[:-_FINISHED]:
-                del self._jobs[name]
-        return job
-
-    def get(self, name: str) -> Job | None:
-        """A job by its name; None for an unknown one."""
-        with self._lock:
-            return self._jobs.get(name)
-
-    def all(self) -> list[Job]:
-        """All jobs, the newest first."""
-        with self._lock:
-            return list(reversed(self._jobs.values()))
-
-    def close(self) -> None:
-        """Lets the running job finish its present commit, and ends all others."""
-        with self._lock:
-            self._closing = True
-            for job in self._jobs.values():
-                job.cancelled.set()
-        self._pool.shutdown(wait=True)
-
-    def _run(
-        self,
-        job: Job,
-        bank: ServedBank,
-        read: Callable[[LeftOut], Iterable[Document]],
-        clean: Callable[[], object],
-    ) -> None:
         try:
-            if not job.cancelled.is_set():
-                job.state = "running"
-                documents = _unique(read(job.left_out), job.left_out)
-                job.total = len(documents) + job.left_out.number
-                job.finished = job.left_out.number
-                self._adapt(job, bank, documents)
-            job.state = "cancelled" if job.cancelled.is_set() and job.finished != job.total else "done"
-        except MACError as error:
-            job.error, job.state = error_of(error).message, "failed"
-            _log.warning("job %s on bank %s failed: %s", job.id, job.bank, type(error).__name__)
-        except APIError as error:
-            job.error, job.state = error.message, "failed"
-        except Exception:
-            _log.exception("job %s on bank %s failed", job.id, job.bank)
-            job.error, job.state = unexpected().message, "failed"
-        finally:
-            try:
-                clean()
-                self._on_end(job)
-            except Exception:
-                _log.exception("cleaning up after job %s failed", job.id)
-
-    def _adapt(self, job: Job, bank: ServedBank, documents: list[Document]) -> None:
-        for group in _groups(documents):
-            if job.cancelled.is_set():
-                return
-            report = bank.put(group, on_bad=lambda document, error: job.left_out.add(document.id, str(error)))
-            job.added += report.added
-            job.updated += report.updated
-            job.unchanged += report.unchanged
-            job.finished += len(group)
+            with self._lock, open(self._path, "ab", opener=_appending) as file:
+                file.write(line)
+        except OSError as error:
+            _log.error("the audit log cannot be written (%s): %s", error.strerror, line.decode().rstrip())
 
 
-def _unique(documents: Iterable[Document], left_out: LeftOut) -> list[Document]:
-    """The documents without those whose id an earlier document has, also across commits."""
-    unique: dict[str, Document] = {}
-    for document in documents:
-        if document.id in unique:
-            left_out.add(document.id, "another document before it has this id")
-        else:
-            unique[document.id] = document
-    return list(unique.values())
-
-
-def _groups(documents: Iterable[Document]) -> Iterator[list[Document]]:
-    group: list[Document] = []
-    for document in documents:
-        group.append(document)
-        if len(group) >= _GROUP or sum(len(one.text) for one in group) > _GROUP_CHARACTERS:
-            yield group
-            group = []
-    if group:
-        yield group
+def _appending(path: str, flags: int) -> int:
+    return private(path, flags | _NO_FOLLOW)

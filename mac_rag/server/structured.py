@@ -102,8 +102,6 @@ def wanted(body: ChatRequest, *, is_chat: bool) -> Wanted | None:
     param = "tools" if has_tools else "response_format"
     if not is_chat:
         raise APIError(400, f"this model follows no instructions, so it gives no {param}; leave it out", param=param)
-    if body.stream:
-        raise APIError(400, f"an answer with {param} is read as a whole; leave stream out", param="stream")
     if not has_tools:
         schema = (body.response_format or {}).get("json_schema", {})
         written = json.dumps(schema.get("schema", {}), ensure_ascii=False) if kind == "json_schema" else ""

@@ -48,6 +48,7 @@ def test_ray_listens_on_the_loopback_address_and_reports_nothing(ray: Any) -> No
     assert [node["NodeManagerAddress"] for node in ray.nodes()] == ["127.0.0.1"]
     assert ray.get_runtime_context().gcs_address.startswith("127.0.0.1:")
     assert not usage_stats_enabled()
+    assert os.environ["RAY_AUTH_MODE"] == "token"
 
 
 def text(number: int) -> str:

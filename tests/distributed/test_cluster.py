@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -14,3 +16,23 @@ def test_without_ray_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(ConfigError, match=r"pip install 'mac-rag\[ray\]'"):
         connected_ray()
+
+
+def test_a_cluster_is_not_joined_without_a_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who reaches a cluster without tokens runs code on it, so that must be said."""
+    asked: list[str] = []
+
+    def init(address: str, **_: Any) -> None:
+        asked.append(address)
+
+    fake = SimpleNamespace(is_initialized=lambda: False, init=init)
+    monkeypatch.setitem(sys.modules, "ray", fake)
+    monkeypatch.setenv("RAY_ADDRESS", "192.0.2.7:6379")
+    for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"):
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(ConfigError, match=r"RAY_ADDRESS=192\.0\.2\.7:6379 names no token.*RAY_AUTH_TOKEN"):
+        connected_ray()
+    assert not asked
+    monkeypatch.setenv("RAY_AUTH_TOKEN", "a token")
+    connected_ray()
+    assert asked == ["192.0.2.7:6379"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 import socket
@@ -10,13 +11,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 from typer.testing import CliRunner
 
 from mac_rag.cli.main import app as command
 from mac_rag.errors import ConfigError
 from mac_rag.model import MACModel
-from mac_rag.server.app import PUBLIC
+from mac_rag.server.app import PUBLIC, make_app
 from mac_rag.server.keys import KeyStore, Principal
 from tests.server.conftest import PRESS, QUESTION
 from tests.server.helpers import Running, serving
@@ -135,6 +137,21 @@ class TestKeys:
             assert answer.status_code == 404
             assert answer.text == absent.text
 
+    def test_metrics_tell_of_all_banks_so_they_need_a_key_for_all(self, mac_tiny: MACModel, tmp_path: Path) -> None:
+        store = KeyStore(tmp_path / "keys.json")
+        tokens = [store.add(name, "admin", banks) for name, banks in (("all", ["*"]), ("acme", ["acme-*"]))]
+        with serving(tmp_path, mac_tiny, anyone=False) as running:
+            root, tenant = map(running.client, tokens)
+            for name in ("initech-secret", "acme-news"):
+                root.post("/v1/banks", json={"name": name}).raise_for_status()
+            running.service.catalog.unavailable |= {"initech-broken", "acme-broken"}
+            assert 'bank="initech-secret"' in root.get("/metrics").text
+            assert tenant.get("/metrics").status_code == 403
+            listed = {bank["name"]: bank["state"] for bank in tenant.get("/v1/banks").json()["data"]}
+            assert listed == {"acme-news": "open", "acme-broken": "broken"}
+            for path in ("/ready", "/health", "/v1/models", "/v1/banks", "/v1/jobs"):
+                assert "initech" not in tenant.get(path).text
+
     def test_a_removed_key_ends_at_once_and_the_server_stays_shut(self, mac_tiny: MACModel, tmp_path: Path) -> None:
         store = KeyStore(tmp_path / "keys.json")
         token = store.add("only", "admin", ["*"])
@@ -144,6 +161,19 @@ class TestKeys:
             assert client.get("/v1/banks").status_code == 401
             (tmp_path / "keys.json").unlink()
             assert client.get("/v1/banks").status_code == 401
+        with serving(tmp_path, mac_tiny, anyone=True) as running, running.client() as client:
+            assert client.get("/v1/banks").status_code == 401
+
+    def test_no_keys_is_refused_for_a_folder_that_had_some(self, tmp_path: Path) -> None:
+        store = KeyStore(tmp_path / "keys.json")
+        with pytest.raises(ConfigError, match="no key 'typo'"):
+            store.remove("typo")
+        assert not store.was_used
+        store.add("only", "admin", ["*"])
+        store.remove("only")
+        result = CliRunner().invoke(command, ["serve", "--data", str(tmp_path), "--no-keys"])
+        assert isinstance(result.exception, ConfigError)
+        assert "has had keys" in str(result.exception)
 
     def test_keys_are_hashed_on_disk_and_private(self, tmp_path: Path) -> None:
         store = KeyStore(tmp_path / "keys.json")
@@ -203,9 +233,54 @@ class TestWithoutKeys:
         assert running.client().get("/v1/banks", headers=headers).status_code == 403
         assert running.client().get("/", headers=headers).status_code == 403
 
+    @pytest.mark.parametrize(
+        "name", ["Forwarded", "X-Forwarded-For", "X-Forwarded-Proto", "Via", "X-Real-IP", "CF-Connecting-IP"]
+    )
+    def test_what_came_through_a_proxy_is_refused(self, running: Running, name: str) -> None:
+        """A proxy may say that the host is localhost."""
+        for path in ("/", "/v1/banks", "/mcp"):
+            response = running.client().get(path, headers={"Host": "localhost", name: "127.0.0.1"})
+            assert (response.status_code, response.json()["error"]["code"]) == (403, "not_local")
+        # nginx as it is without further settings
+        assert raw(running, b"GET /v1/banks HTTP/1.0\r\nHost: localhost\r\n\r\n").startswith(b"HTTP/1.1 403")
+
+    @pytest.mark.parametrize(("peer", "status"), [("127.0.0.1", 200), ("::1", 200), ("192.0.2.7", 403), ("", 403)])
+    def test_who_is_local_is_told_by_the_connection(self, running: Running, peer: str, status: int) -> None:
+        async def asked() -> int:
+            app: Any = make_app(running.service, anyone=True)
+            there = httpx.ASGITransport(app, client=(peer, 1))
+            async with httpx.AsyncClient(transport=there, base_url="http://localhost") as client:
+                return (await client.get("/v1/banks")).status_code
+
+        assert asyncio.run(asked()) == status
+
     def test_its_own_page_is_not(self, running: Running) -> None:
         headers = {"Origin": running.url, "Sec-Fetch-Site": "same-origin"}
         assert running.client().get("/v1/banks", headers=headers).status_code == 200
+
+    def test_sites_that_are_named_may_use_it(self, running: Running) -> None:
+        origin = "https://app.example.org"
+        preflight = {"Origin": origin, "Access-Control-Request-Method": "POST",
+                     "Access-Control-Request-Headers": "authorization, content-type"}  # fmt: skip
+        foreign = {"Origin": origin, "Sec-Fetch-Site": "cross-site"}
+
+        async def told(origins: list[str]) -> list[httpx.Response]:
+            there = httpx.ASGITransport(
+                make_app(running.service, anyone=True, origins=origins), client=("127.0.0.1", 1)
+            )
+            async with httpx.AsyncClient(transport=there, base_url="http://localhost") as client:
+                return [
+                    await client.options("/v1/banks", headers=preflight),
+                    await client.get("/v1/banks", headers=foreign),
+                ]
+
+        asked, answered = asyncio.run(told([origin]))
+        assert asked.headers["access-control-allow-origin"] == origin
+        assert "authorization" in asked.headers["access-control-allow-headers"].lower()
+        assert (answered.status_code, answered.headers["access-control-allow-origin"]) == (200, origin)
+        for response in asyncio.run(told(["https://other.example"])):
+            assert "access-control-allow-origin" not in response.headers
+        assert response.status_code == 403
 
     def test_no_other_site_may_read_answers(self, running: Running) -> None:
         response = running.client().get("/v1/banks")

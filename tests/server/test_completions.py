@@ -12,6 +12,7 @@ import pytest
 from mac_rag.engine import MACEngine
 from mac_rag.model.calibration import Calibration, Logistic
 from mac_rag.server.catalog import ServedBank
+from mac_rag.server.requests import ChatRequest, CompletionRequest, ResponsesRequest
 from tests.helpers import wait_until
 from tests.server.conftest import QUESTION
 from tests.server.helpers import Running
@@ -92,8 +93,6 @@ class TestOpenAIClient:
             ({"logprobs": True}, "logprobs"),
             ({"tools": [{"type": "function"}]}, "tools"),
             ({"tool_choice": "required"}, "tool_choice"),
-            ({"stop": ""}, "stop"),
-            ({"stop": ["a", ""]}, "stop.1"),
             ({"stop": list("abcde")}, "stop"),
             ({"messages": []}, "messages"),
             ({"messages": [{"role": "user", "content": None}]}, "messages.0"),
@@ -102,12 +101,19 @@ class TestOpenAIClient:
             ({"messages": [{"role": "user", "content": [IMAGE]}]}, "messages.0.content.0.type"),
             ({"response_format": {"type": "json_object"}}, "response_format"),
             ({"presence_penalty": 1.0}, "presence_penalty"),
+            ({"repetition_penalty": 1.1}, "repetition_penalty"),
+            ({"logit_bias": {"5": 1}}, "logit_bias"),
+            ({"modalities": ["text", "audio"]}, "modalities"),
+            ({"guided_json": {"type": "object"}}, "guided_json"),
+            ({"functions": [{"name": "f"}]}, "functions"),
+            ({"filter": {"year": 2004}}, "filter"),  # a misspelt restriction must not be lost
+            ({"Filters": {"year": 2004}}, "Filters"),
+            ({"k": 21}, "k"),
             ({"temperature": -1}, "temperature"),
             ({"min_confidence": 0.5}, None),  # mac-tiny has no calibration
             ({"min_confidence": 2}, None),
             ({"retriever": "hybrid"}, "retriever"),
             ({"bank": "other"}, "bank"),
-            ({"made_up": 1}, "made_up"),
             ({"as_of": "spring"}, None),
         ],
     )
@@ -123,9 +129,47 @@ class TestOpenAIClient:
         harmless: Any = {
             "n": 1, "seed": 0, "stop": [], "tools": [], "tool_choice": "auto", "logprobs": False, "user": "a",
             "response_format": {"type": "text"}, "frequency_penalty": 0, "logit_bias": {}, "stream": None,
+            "reasoning_effort": "low", "modalities": ["text"], "top_k": 40, "min_p": 0.05, "repetition_penalty": 1.0,
+            "metadata": {"a": "b"}, "store": True, "service_tier": "auto", "verbosity": "low", "made_up": 1,
+            "chat_template_kwargs": {"enable_thinking": False}, "stream_options": {"include_usage": False, "x": 1},
+            "session_id": "a", "files": [], "features": {"web_search": False}, "tool_ids": None, "drop_params": True,
         }  # fmt: skip
-        answer = client.chat.completions.create(model="tiny:news", messages=MESSAGES, extra_body=harmless)
-        assert answer.choices[0].message.content == "180"
+        parts: Any = [{"type": "text", "text": QUESTION, "cache_control": {"type": "ephemeral"}}]
+        messages: Any = [{"role": "user", "content": parts, "cache_control": {"type": "ephemeral"}, "name": "ada"}]
+        for stop in ([], "", [""]):
+            answer = client.chat.completions.create(
+                model="tiny:news", messages=messages, extra_body={**harmless, "stop": stop}
+            )
+            assert answer.choices[0].message.content == "180"
+            assert (answer.model_extra or {})["notes"] == []
+
+    def test_what_had_no_influence_on_drawn_answers_is_noted(self, client: openai.OpenAI) -> None:
+        answer = client.chat.completions.create(
+            model="tiny:news", messages=MESSAGES, temperature=0.5, extra_body={"top_k": 3}
+        )
+        assert (answer.model_extra or {})["notes"] == ["top_k had no influence; use top_p"]
+
+    @pytest.mark.parametrize("text", ["A text part.", ""])
+    def test_parts_of_a_message_stay_apart(self, client: openai.OpenAI, text: str) -> None:
+        parts: Any = [{"type": "text", "text": text}, {"type": "text", "text": QUESTION}]
+        ask: Any = client.chat.completions.create
+        asked = [
+            ask(model="tiny:news", messages=[{"role": "user", "content": said}])
+            for said in (parts, f"{text}\n{QUESTION}")
+        ]
+        assert asked[0].choices[0].message.content == asked[1].choices[0].message.content
+        assert asked[0].usage == asked[1].usage
+
+    def test_null_says_nothing_in_every_field(self, running: Running) -> None:
+        for request, body in (
+            (ChatRequest, {"model": "tiny:news", "messages": MESSAGES}),
+            (CompletionRequest, {"model": "tiny:news", "prompt": QUESTION}),
+            (ResponsesRequest, {"model": "tiny:news", "input": QUESTION}),
+        ):
+            path = {"messages": "chat/completions", "prompt": "completions", "input": "responses"}[list(body)[1]]
+            empty = dict.fromkeys([*request.model_fields, "n", "logprobs", "made_up"])
+            response = running.client().post(f"/v1/{path}", json={**empty, **body})
+            assert response.status_code == 200, response.text
 
     def test_a_message_of_an_answer_may_be_sent_back(self, client: openai.OpenAI) -> None:
         first = client.chat.completions.create(model="tiny:news", messages=MESSAGES)
@@ -141,7 +185,7 @@ class TestOpenAIClient:
 
     def test_faults_of_http_are_errors_that_clients_read(self, running: Running, client: openai.OpenAI) -> None:
         with pytest.raises(openai.NotFoundError, match="nothing at this path"):
-            client.responses.create(model="tiny:news", input=QUESTION)
+            client.moderations.create(input=QUESTION)
         with running.client() as plain:
             wrong = plain.get("/v1/chat/completions")
             assert (wrong.status_code, wrong.headers["allow"]) == (405, "POST")
@@ -150,6 +194,107 @@ class TestOpenAIClient:
                 form = plain.post("/v1/chat/completions", content=content)
                 assert form.status_code == 400
                 assert "Content-Type: application/json" in form.json()["error"]["message"]
+
+
+class TestResponses:
+    def test_an_answer(self, client: openai.OpenAI, engine: MACEngine) -> None:
+        said: Any = [{"role": "user", "content": [{"type": "input_text", "text": QUESTION}]}]
+        for asked in (QUESTION, said):
+            response = client.responses.create(model="tiny:news", input=asked, store=False)
+            assert (response.output_text, response.status) == (engine.answer([QUESTION])[0].text, "completed")
+            assert response.usage is not None
+            assert response.usage.output_tokens == 1
+            assert (response.model_extra or {})["retrieved"] == ["press"]
+        cut = client.responses.create(model="tiny:news", input="Who opened Basalt Bridge?", max_output_tokens=1)
+        assert (cut.status, cut.incomplete_details and cut.incomplete_details.reason) == (
+            "incomplete",
+            "max_output_tokens",
+        )
+
+    def test_a_stream(self, client: openai.OpenAI) -> None:
+        question = "Who opened Basalt Bridge?"
+        whole = client.responses.create(model="tiny:news", input=question)
+        with client.responses.stream(model="tiny:news", input=question) as stream:
+            events = list(stream)
+            final = stream.get_final_response()
+        assert (
+            "".join(event.delta for event in events if event.type == "response.output_text.delta") == whole.output_text
+        )
+        assert final.output_text == whole.output_text
+        assert final.usage == whole.usage
+        assert [event.sequence_number for event in events] == list(range(len(events)))
+        assert [events[0].type, events[-1].type] == ["response.created", "response.completed"]
+
+    @pytest.mark.parametrize(
+        ("more", "param"),
+        [
+            ({"previous_response_id": "resp_1"}, "previous_response_id"),
+            ({"tools": [{"type": "web_search"}]}, "tools"),
+            ({"text": {"format": {"type": "json_schema"}}}, "text.format.type"),
+            (
+                {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]},
+                "input.0.content.0.type",
+            ),
+            ({"input": [{"role": "assistant", "content": "Hello."}]}, "messages"),
+            ({"background": True}, "background"),
+        ],
+    )
+    def test_what_it_has_not_is_named(self, running: Running, more: dict[str, Any], param: str) -> None:
+        response = running.client().post("/v1/responses", json={"model": "tiny:news", "input": QUESTION, **more})
+        assert (response.status_code, response.json()["error"]["param"]) == (400, param)
+
+
+class TestWire:
+    SEPARATORS = "\u2028\u2029\x85"
+
+    @pytest.mark.parametrize("path", ["chat/completions", "responses"])
+    def test_an_event_of_a_stream_is_a_line_for_every_reader(self, running: Running, path: str) -> None:
+        name = f"a{self.SEPARATORS}b"
+        documents = [{"id": name, "text": "Basalt Bridge was opened by Ines Kaur in the spring."}]
+        with running.client() as plain:
+            plain.post("/v1/banks", json={"name": "lines"})
+            plain.post("/v1/banks/lines/documents", json={"documents": documents}).raise_for_status()
+            asked = "Who opened Basalt Bridge?"
+            said: Any = {"messages": [{"role": "user", "content": asked}], "input": asked}
+            del said["input" if path == "chat/completions" else "messages"]
+            text = plain.post(f"/v1/{path}", json={"model": "tiny:lines", "stream": True, **said}).content.decode()
+            plain.delete("/v1/banks/lines").raise_for_status()
+        events = [json.loads(line[6:]) for line in text.splitlines() if line.startswith("data: {")]
+        last = events[-1].get("response", events[-1])
+        assert last["retrieved"] == [name]
+
+    @pytest.mark.parametrize(
+        ("path", "body"),
+        [
+            ("embeddings", {"model": "all-MiniLM-L6-v2", "input": "?"}),
+            ("embeddings", {"model": "all-MiniLM-L6-v2", "input": ["good", "?"]}),
+            ("chat/completions", {"model": "tiny:news", "messages": [{"role": "user", "content": "?"}]}),
+            ("completions", {"model": "tiny:news", "prompt": "?"}),
+            ("responses", {"model": "tiny:news", "input": "?"}),
+            ("banks/news/search", {"query": "?"}),
+            ("banks/news/documents", {"documents": [{"id": "a", "text": "b", "metadata": {"?": 1}}]}),
+            ("banks/news/documents/delete", {"ids": ["?"]}),
+        ],
+    )
+    def test_half_of_a_surrogate_pair_is_refused(self, running: Running, path: str, body: Any) -> None:
+        content = json.dumps(body).replace("?", "\\ud83d").encode()
+        response = running.client().post(f"/v1/{path}", content=content, headers={"Content-Type": "application/json"})
+        assert response.status_code == 400
+        assert "half of a surrogate pair" in response.json()["error"]["message"]
+
+    def test_usage_counts_what_was_generated(
+        self, running: Running, engine: MACEngine, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Not the words that replaced it."""
+        even = Logistic(weights={}, bias=0.0, questions=1, data="none")
+        fitted = Calibration(fingerprint=running.service.model.fingerprint, modes={"memory": even})
+        monkeypatch.setattr(running.service.model, "calibration", fitted)
+        body = {"model": "tiny:news", "messages": MESSAGES, "retriever": "none", "min_confidence": 0.6}
+        answer = running.client().post("/v1/chat/completions", json=body).json()
+        assert answer["choices"][0]["message"]["content"] == "I don't know"
+        generated = engine.answer([QUESTION], use_retriever=False)[0].text
+        tokens = len(running.service.model.base_lm.prompts.texts.ids(generated))
+        assert answer["usage"]["completion_tokens"] == tokens
 
 
 class TestOwnFields:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import json
 import os
 import sys
 from collections.abc import Awaitable, Callable
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ from mcp.client.streamable_http import streamable_http_client
 
 from mac_rag.model import MACModel
 from mac_rag.server.keys import KeyStore
+from mac_rag.server.mcp_tools import _on_standard_input, make_tools
 from tests.server.conftest import BRIDGE, PRESS, QUESTION
 from tests.server.helpers import Running, serving
 
@@ -29,7 +32,9 @@ def told(result: Any) -> Any:
 async def use(client: Client, bank: str) -> None:
     """Everything that an agent does with a bank."""
     tools = await client.list_tools()
-    assert {tool.name for tool in tools.tools} == {"remember", "ask", "forget", "list", "search"}
+    assert {tool.name for tool in tools.tools} == {"remember", "ask", "forget", "list", "search", "read"}
+    assert client.server_info is not None
+    assert client.server_info.version == version("mac-rag")
     call: Callable[..., Awaitable[Any]] = client.call_tool
     assert told(await call("remember", {"bank": bank, "text": PRESS, "id": "press"}))["documents"] == 1
     named = told(await call("remember", {"bank": bank, "text": BRIDGE}))["id"]
@@ -88,6 +93,57 @@ def test_over_http_with_the_rights_of_a_key(mac_tiny: MACModel, tmp_path: Path) 
         ("agent", "documents.put"),
         ("agent", "documents.delete"),
     ]
+
+
+def test_results_are_bounded_and_read_on(mac_tiny: MACModel, tmp_path: Path) -> None:
+    text = "".join(f"Report {number} names the bridge. " for number in range(3_000))
+    documents = [{"id": f"{number}", "text": text + f"{number}", "metadata": {"a": "x" * 9_000}} for number in range(5)]
+
+    async def use_long(client: Client) -> None:
+        hits = await client.call_tool("search", {"bank": "long", "query": "bridge"})
+        listed = await client.call_tool("list", {"bank": "long"})
+        asked = await client.call_tool("ask", {"bank": "long", "question": QUESTION})
+        for result in (hits, listed, asked):
+            assert len(json.dumps(told(result))) < 40_000
+        assert {hit["truncated"] for hit in told(hits)["hits"]} == {True}
+        assert told(listed)["has_more"]
+        read, start = "", 0
+        while start is not None:
+            part = told(await client.call_tool("read", {"bank": "long", "id": "3", "start": start}))
+            read, start = read + part["text"], part["next"]
+        assert read == text + "3"
+
+    async def run(running: Running) -> None:
+        async with (
+            httpx2.AsyncClient(trust_env=False) as http,
+            Client(streamable_http_client(f"{running.url}/mcp", http_client=http)) as client,
+        ):
+            await use_long(client)
+
+    with serving(tmp_path, mac_tiny) as running, running.client() as client:
+        client.post("/v1/banks", json={"name": "long"}).raise_for_status()
+        client.post("/v1/banks/long/documents", json={"documents": documents}).raise_for_status()
+        asyncio.run(run(running))
+
+
+HALF = (
+    '{"jsonrpc": "2.0", "id": 7, "method": "tools/call", "params": {"name": "list", "arguments": {"bank": "\\ud83d"}}}'
+)
+
+
+def test_a_message_that_cannot_be_read_is_answered(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Half of a surrogate pair, and no JSON; by standard input, where the SDK drops them, and by HTTP."""
+    lines = f"{HALF}\nno json\n".encode()
+    written = io.BytesIO()
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(lines)))
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written))
+    asyncio.run(_on_standard_input(make_tools(running.service)))
+    answers = {answer["id"]: answer for answer in map(json.loads, written.getvalue().splitlines())}
+    assert answers[7]["error"]["code"] == answers[None]["error"]["code"] == -32700
+    assert "hex escape" in answers[7]["error"]["message"]
+    headers = {"Content-Type": "application/json", "Accept": "application/json, text/event-stream"}
+    over_http = running.client().post("/mcp", content=HALF, headers=headers)
+    assert (over_http.status_code, over_http.json()["error"]["code"]) == (400, -32700)
 
 
 @pytest.mark.slow

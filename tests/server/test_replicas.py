@@ -1,4 +1,4 @@
-"""Replicas answer as the server does, from the state that a question is to see; and in processes of Ray Serve."""
+"""Replicas answer as the server does, from the state that a question is to see; and in processes of Ray."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import httpx
@@ -153,8 +154,29 @@ def processes(parent: int) -> dict[int, str]:
     return found
 
 
+# 127.0.0.1, ::1 and ::ffff:127.0.0.1 as /proc writes them.
+_LOOPBACK = {"0100007F", "0" * 24 + "01000000", "0" * 16 + "FFFF00000100007F"}
+
+
+def listeners(identifiers: list[int]) -> set[str]:
+    """The addresses that processes listen on, as /proc writes them."""
+    sockets: set[str] = set()
+    for process in identifiers:
+        for descriptor in Path(f"/proc/{process}/fd").iterdir():
+            with suppress(OSError):
+                sockets.add(os.readlink(descriptor))
+    found: set[str] = set()
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
+            fields = line.split()
+            if fields[3] == "0A" and f"socket:[{fields[9]}]" in sockets:
+                found.add(fields[1].partition(":")[0])
+    assert found
+    return found
+
+
 @pytest.mark.slow
-def test_ray_serve_answers_over_a_bank_in_shards_while_it_changes_and_a_replica_dies(tmp_path: Path) -> None:
+def test_replicas_answer_over_a_bank_in_shards_while_it_changes_and_a_replica_dies(tmp_path: Path) -> None:
     process, url = start(tmp_path, "--ray", "--seconds", "300")
     try:
         with httpx.Client(base_url=url, timeout=300, trust_env=False) as http:
@@ -196,7 +218,8 @@ def test_ray_serve_answers_over_a_bank_in_shards_while_it_changes_and_a_replica_
                 thread.join()
             assert faults == []
             # One of two replicas dies: what it was answering is refused, and all goes on.
-            replicas = [one for one, title in processes(process.pid).items() if "ServeReplica" in title]
+            assert listeners([process.pid, *processes(process.pid)]) <= _LOOPBACK
+            replicas = [one for one, title in processes(process.pid).items() if title.startswith("ray::Replica")]
             assert len(replicas) == 2
             os.kill(replicas[0], signal.SIGKILL)
             statuses = set()

@@ -101,6 +101,21 @@ def test_a_call_that_must_come(client: openai.OpenAI, lm: LM, says: str, choice:
     assert "The weather of a town." not in lm.read[-1]
 
 
+def test_a_call_and_json_come_as_streams(client: openai.OpenAI, lm: LM) -> None:
+    create: Any = client.chat.completions.create
+    more: Any = {"stream": True, "stream_options": {"include_usage": True}}
+    lm.says = CALL
+    chunks = list(create(model="tiny", messages=[USER], tools=[WEATHER], **more))
+    [call] = chunks[0].choices[0].delta.tool_calls
+    assert (call.index, call.function.name) == (0, "weather")
+    assert chunks[1].choices[0].finish_reason == "tool_calls"
+    assert chunks[2].usage.completion_tokens > 0
+    lm.says = 'So: {"town": "Łódź"}'
+    chunks = list(create(model="tiny", messages=[USER], response_format={"type": "json_object"}, stream=True))
+    assert json.loads(chunks[0].choices[0].delta.content) == {"town": "Łódź"}
+    assert chunks[1].choices[0].finish_reason == "stop"
+
+
 def test_json_is_json_or_an_error(client: openai.OpenAI, lm: LM) -> None:
     create: Any = client.chat.completions.create
     schema = {"type": "json_schema", "json_schema": {"name": "town", "schema": {"required": ["town"]}}}
@@ -117,7 +132,6 @@ def test_json_is_json_or_an_error(client: openai.OpenAI, lm: LM) -> None:
 @pytest.mark.parametrize(
     ("more", "param"),
     [
-        ({"tools": [WEATHER], "stream": True}, "stream"),
         ({"tools": [{"type": "function"}]}, "tools"),
         ({"tools": [{"type": "web_search", "function": {"name": "x"}}]}, "tools"),
         ({"tools": [WEATHER], "tool_choice": {"type": "function", "function": {"name": "tide"}}}, "tool_choice"),

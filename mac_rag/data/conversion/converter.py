@@ -68,6 +68,11 @@ def convert(path: Path) -> Converted:
     return Converted(answer["text"], answer["title"], tuple(answer["notices"]))
 
 
+def interrupt() -> None:
+    """Ends the conversion that another thread waits for, which gets an error; no effect without one."""
+    _WORKER.interrupt()
+
+
 class _Worker:
     """The process that converts files. It starts with the first file, is reused, and ends with the parent process."""
 
@@ -112,6 +117,11 @@ class _Worker:
         if late:
             return {"error": f"takes more than {seconds:g} s to convert; convert it to text by other means"}
         return {"error": "cannot be converted: its reader has crashed; convert it to text by other means"}
+
+    def interrupt(self) -> None:
+        process = self._process
+        if self._lock.locked() and process is not None and self._owner == os.getpid():
+            _kill(process)
 
     def _running(self) -> subprocess.Popen[bytes]:
         if self._process is None or self._owner != os.getpid() or self._process.poll() is not None:
