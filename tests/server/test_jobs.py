@@ -15,7 +15,7 @@ from typing import Any
 import httpx
 import pytest
 
-from mac_rag.data import conversion
+from mac_rag.data.conversion import converter
 from mac_rag.errors import ConfigError
 from mac_rag.model import MACModel
 from mac_rag.server.keys import KeyStore
@@ -82,7 +82,8 @@ def test_keys_take_turns_and_have_a_quota_each(two: Any, monkeypatch: pytest.Mon
 def hanging() -> subprocess.Popen[bytes]:
     """In place of the process that converts files, one that never answers."""
     code = "import time; time.sleep(1000)"
-    return subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    pipe = subprocess.PIPE
+    return subprocess.Popen([sys.executable, "-c", code], stdin=pipe, stdout=pipe, start_new_session=True)
 
 
 @pytest.fixture
@@ -91,13 +92,13 @@ def never_converts(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]
     begun = threading.Event()
 
     def running(worker: Any) -> subprocess.Popen[bytes]:
-        worker._process, worker._owner = hanging(), conversion.os.getpid()
+        worker._process, worker._owner = hanging(), converter.os.getpid()
         begun.set()
         return worker._process
 
-    monkeypatch.setattr(conversion._Worker, "_running", running)
+    monkeypatch.setattr(converter._Worker, "_running", running)
     yield begun
-    conversion._WORKER._end()
+    converter._WORKER._end()
 
 
 PAGES: list[Any] = [("f", (f"{number}.html", b"<p>A page.")) for number in range(3)]
