@@ -37,10 +37,8 @@ export async function call(method, path, body, signal) {
     if (signal) signal.throwIfAborted();
     while (free > Date.now()) await wait(free - Date.now(), signal);
     const response = await sent(path, { method, headers, body: content, signal });
-    if (response.ok) {
-      if (tries > 1) say("");
-      return response;
-    }
+    if (tries > 1) say("");
+    if (response.ok) return response;
     if (response.status !== 429 || tries === MOST_TRIES) throw await refusal(response);
     const seconds = Number(response.headers.get("Retry-After")) || 1;
     free = Math.max(free, Date.now() + 1000 * seconds);
@@ -65,6 +63,9 @@ async function refusal(response) {
     $("key").focus();
     if (!key.get()) message = "This server asks for a key; give one under Settings.";
   }
+  // The server's log tells more about what went wrong in this request.
+  const request = response.headers.get("X-Request-Id");
+  if (request && response.status >= 500) message += ` (request ${request})`;
   const error = new Error(message);
   error.status = response.status;
   return error;

@@ -66,7 +66,7 @@ on("ask", "submit", async () => {
   history.pushState(null, "", address(bank(), $("question").value, $("as-of").value));
   await ask($("question").value, $("as-of").value);
 });
-on("stop", "click", stop);
+on("stop", "click", () => { stop(); say(""); });
 on("bank", "change", async () => { stop(); await enter(bank()); });
 on("clear-history", "click", clearHistory);
 

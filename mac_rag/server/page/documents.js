@@ -120,7 +120,7 @@ async function watch(job) {
   const what = `Adding documents to ${job.bank}`;
   const view = jobBox(what, async () => {
     await call("DELETE", `/v1/jobs/${job.id}`);
-    view.note.textContent = `${what}: it ends after what it is writing now ...`;
+    view.note.textContent = `${what}: it is being cancelled ...`;
   });
   boxes.set(job.id, view.box);
   watchLater(job.id, true);
@@ -129,8 +129,9 @@ async function watch(job) {
       if (job.total) {
         view.bar.max = job.total;
         view.bar.value = job.finished;
-        view.note.textContent = `${what}: ${job.finished} of ${job.total}`;
       }
+      // How many there are is not known before all files have been read.
+      view.note.textContent = `${what}: ${job.finished} ${job.total ? `of ${job.total}` : "so far"}`;
       await wait(pause);
       job = await again(job);
     }
