@@ -125,7 +125,7 @@ def make_app(service: Service, *, anyone: bool = False, any_host: bool = False, 
         CORSMiddleware(
             gate,
             allow_origins=origins,
-            allow_methods=["GET", "POST", "DELETE"],
+            allow_methods=["GET", "POST", "PATCH", "DELETE"],
             allow_headers=["Authorization", "Content-Type", "Mcp-Session-Id", "Mcp-Protocol-Version"],
             expose_headers=["X-Request-Id", "Retry-After"],
         )

@@ -193,7 +193,7 @@ class Service:
         """
         self.bank(name, who)
         self._check_name(new, who)
-        if any(job.bank == name and job.state in ("waiting", "running") for job in self.jobs.all()):
+        if any(job.bank == name and job.is_open for job in self.jobs.all()):
             raise APIError(409, f"a job waits or runs on bank {name}; wait for its end, or cancel it", code="busy")
         bank = self.catalog.rename(name, new)
         bank.engine.on_batch = self.metrics.batch

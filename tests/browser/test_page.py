@@ -333,21 +333,20 @@ def test_a_bank_is_renamed_and_deleted(browser: Browser, running: Running) -> No
 
 def test_a_job_shows_its_progress_and_can_be_cancelled(browser: Browser, running: Running, tmp_path: Path) -> None:
     rows = "\n".join(json.dumps(document(str(number), f"Report {number}.")) for number in range(100))
-    (tmp_path / "rows.jsonl").write_text(rows + '\n{"id": 5}')
+    (tmp_path / "rows.jsonl").write_text(f'{{"id": "no text"}}\n{rows}')
     with opened(browser, bank(running, "jobs")) as page:
         with running.service.catalog.get("jobs")._change():  # the job waits for its turn
             choose_files(page, [tmp_path / "rows.jsonl"])
             job = page.locator(".job")
-            expect(job).to_contain_text("jobs: 1 of 101")
+            expect(job).to_contain_text("Adding documents to jobs: 1 so far")
             page.reload()
-            expect(job).to_contain_text("jobs: 1 of 101")
-            assert job.locator("progress").get_attribute("max") == "101"
+            expect(job).to_contain_text("Adding documents to jobs: 1 so far")
+            expect(job.locator("progress")).to_be_visible()
             job.get_by_role("button", name="Cancel").click()
-            expect(job).to_contain_text("it ends after")
-        expect(job).to_contain_text("32 added, 0 updated, 0 unchanged (cancelled)")
+            expect(job).to_contain_text("0 added, 0 updated, 0 unchanged (cancelled)")
         expect(job.locator("li")).to_contain_text("rows.jsonl")
         page.reload()
-        expect(job).to_contain_text("32 added")
+        expect(job).to_contain_text("(cancelled)")
         job.get_by_role("button", name="Close").click()
         page.reload()
         expect(page.locator("#documents li").first).to_be_visible()
