@@ -17,7 +17,8 @@ from tests.server.helpers import Running, serving
 CHROMIUM = os.environ.get("CHROMIUM") or shutil.which("chromium") or shutil.which("google-chrome")
 
 
-@pytest.fixture(scope="session")
+# Playwright has an event loop in this thread, so that no other module may find it there.
+@pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
     assert CHROMIUM, "no Chromium here: install it (apt-get install chromium), or name it in the variable CHROMIUM"
     with sync_playwright() as playwright:

@@ -348,8 +348,9 @@ def test_a_job_shows_its_progress_and_can_be_cancelled(browser: Browser, running
         page.reload()
         expect(job).to_contain_text("(cancelled)")
         job.get_by_role("button", name="Close").click()
-        page.reload()
-        expect(page.locator("#documents li").first).to_be_visible()
+        with page.expect_response(re.compile("/v1/jobs$")):
+            page.reload()
+        expect(page.locator("#count")).to_have_text("(0)")
         expect(job).to_have_count(0)
 
 
