@@ -78,7 +78,10 @@ export async function* events(response) {
   const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
   let rest = "";
   for (;;) {
-    const { done, value } = await reader.read();
+    const { done, value } = await reader.read().catch((error) => {
+      if (error.name === "AbortError") throw error;
+      return { done: true };
+    });
     if (done) throw new Error("The connection broke before the answer was complete; ask again.");
     rest += value;
     const blocks = rest.split("\n\n");

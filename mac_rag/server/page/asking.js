@@ -100,14 +100,14 @@ export async function ask(question, asOf) {
   $("stop").hidden = false;
   const name = bank();
   const least = server.confidence.length ? Number($("least").value) / 100 : null;
-  const record = { asked: Date.now(), question, as_of: asOf, bank: name, model: server.model, least, answers: {}, sources: [] };
-  for (const way of waysOf(name)) record.answers[way.name] = null;
+  const ways = waysOf(name);
+  const answers = Object.fromEntries(ways.map((way) => [way.name, null]));
+  const record = { asked: Date.now(), question, as_of: asOf, bank: name, model: server.model, least, answers, sources: [] };
   const view = drawn(record);
   for (const box of $("entries").children) box.open = false;
   view.box.open = true;
   $("entries").prepend(view.box);
   showClear();
-  const ways = waysOf(name);
   await Promise.all(ways.map((way) => answer(way, way === ways.at(-1), record, view, mine.signal)));
   if (!mine.signal.aborted && Object.values(record.answers).some((one) => one)) keep(name, [record, ...recordsOf(name)]);
   if (running === mine) stop();
