@@ -136,6 +136,7 @@ def test_a_question_as_of_a_date(browser: Browser, running: Running) -> None:
 
 def test_errors_are_red_and_stay(browser: Browser, running: Running) -> None:
     with opened(browser, bank(running, "taken", *NEWS), refusals=True) as page:
+        page.clock.install()
         page.get_by_text("Banks", exact=True).click()
         page.get_by_label("New bank").fill("taken")
         page.get_by_role("button", name="Make").click()
@@ -144,6 +145,7 @@ def test_errors_are_red_and_stay(browser: Browser, running: Running) -> None:
         red, green, blue = map(int, re.findall(r"\d+", error.evaluate("box => getComputedStyle(box).color"))[:3])
         assert red > 2 * max(green, blue)
         ask(page)
+        page.clock.fast_forward("01:00:00")
         expect(error).to_be_visible()
         error.get_by_role("button", name="Close").click()
         expect(error).to_have_count(0)
