@@ -265,6 +265,7 @@ def test_history_stays_for_each_bank_until_it_is_cleared(browser: Browser, runni
             }"""
         )
         page.reload()
+        expect(summaries).to_have_count(200)
         ask(page)
         page.reload()
         expect(summaries).to_have_count(50)

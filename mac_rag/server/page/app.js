@@ -55,14 +55,18 @@ async function follow() {
   if (!reopen($("question").value, $("as-of").value)) await ask($("question").value, $("as-of").value);
 }
 
+let loaded; // what loads the banks, for a question that is asked before they are there
+
 async function begin() {
-  await loadBanks();
+  loaded = loadBanks();
+  await loaded;
   await Promise.all([follow(), showJobs()]);
 }
 
 const on = (id, event, work) => $(id).addEventListener(event, guarded(work));
 
 on("ask", "submit", async () => {
+  await loaded;
   history.pushState(null, "", address(bank(), $("question").value, $("as-of").value));
   await ask($("question").value, $("as-of").value);
 });
