@@ -55,13 +55,9 @@ _HTTP = {
     405: "this path does not take this method; /openapi.json lists the methods",
 }
 _FOLDER = Path(__file__).parent / "page"
-# Path -> the page's file there, and its media type.
-_PAGE = {
-    "/": ("index.html", "text/html; charset=utf-8"),
-    "/page/app.js": ("app.js", "text/javascript"),
-    "/page/style.css": ("style.css", "text/css"),
-    "/page/icon.svg": ("icon.svg", "image/svg+xml"),
-}
+_KINDS = {".html": "text/html; charset=utf-8", ".js": "text/javascript", ".css": "text/css", ".svg": "image/svg+xml"}
+# Path -> the page's file there.
+_PAGE = {"/" if file.name == "index.html" else f"/page/{file.name}": file for file in sorted(_FOLDER.iterdir())}
 
 
 def make_app(service: Service, *, anyone: bool = False, any_host: bool = False, origins: Sequence[str] = ()) -> ASGIApp:
@@ -120,8 +116,8 @@ def make_app(service: Service, *, anyone: bool = False, any_host: bool = False, 
             raise APIError(403, "metrics tell of all banks, and this key may not see all; make a key with --bank '*'")
         return Response(service.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
-    for path, (name, kind) in _PAGE.items():
-        app.add_api_route(path, _sending(name, kind), response_model=None, include_in_schema=False)
+    for path, file in _PAGE.items():
+        app.add_api_route(path, _sending(file), response_model=None, include_in_schema=False)
 
     app.router.routes.append(Route("/mcp", agents))  # not mounted at /, where it would take all remaining paths
     gate = Gate(app, service, anyone=anyone, any_host=any_host, origins=origins)
@@ -129,7 +125,7 @@ def make_app(service: Service, *, anyone: bool = False, any_host: bool = False, 
         CORSMiddleware(
             gate,
             allow_origins=origins,
-            allow_methods=["GET", "POST", "DELETE"],
+            allow_methods=["GET", "POST", "PATCH", "DELETE"],
             allow_headers=["Authorization", "Content-Type", "Mcp-Session-Id", "Mcp-Protocol-Version"],
             expose_headers=["X-Request-Id", "Retry-After"],
         )
@@ -151,10 +147,10 @@ class Fault(BaseModel):
     error: FaultDetails
 
 
-def _sending(name: str, kind: str) -> Callable[[], Response]:
+def _sending(file: Path) -> Callable[[], Response]:
     """A function that responds with a file of the page."""
-    content = (_FOLDER / name).read_bytes()
-    return lambda: Response(content, media_type=kind)
+    content = file.read_bytes()
+    return lambda: Response(content, media_type=_KINDS[file.suffix])
 
 
 def _add_errors(app: FastAPI) -> None:

@@ -23,6 +23,7 @@ from mac_rag.server.requests import (
     LongRoute,
     NewBank,
     NewDocuments,
+    NewName,
     Reader,
     SearchRequest,
     StrictRoute,
@@ -58,6 +59,11 @@ def routes(service: Service) -> APIRouter:
         """The size and the settings of a bank."""
         bank = service.bank(name, who)
         return await service.reads.run(lambda _: bank.info(), request)
+
+    @router.patch("/banks/{name}")
+    async def rename_bank(name: str, body: NewName, who: Admin) -> dict[str, Any]:
+        """Gives a bank another name. While a job waits or runs on the bank, this is refused."""
+        return await service.writes.run(lambda _: service.rename_bank(name, body.name, who).info())
 
     @router.delete("/banks/{name}")
     async def delete_bank(name: str, who: Admin) -> dict[str, Any]:

@@ -325,9 +325,9 @@ class BankCatalog:
             if place.name.startswith("."):
                 _remove_all(place)
             elif _NAME.fullmatch(place.name) and place.is_dir():
-                self._open_at_start(place.name)
+                self._try_open(place.name)
 
-    def _open_at_start(self, name: str) -> None:
+    def _try_open(self, name: str) -> None:
         try:
             self._banks[name] = self._open(name)
         except (MACError, OSError) as error:
@@ -387,10 +387,7 @@ class BankCatalog:
             raise APIError(400, "a bank in shards keeps no texts; leave out keep_texts", param="keep_texts")
         with self._lock:
             place = self._banks_folder / name
-            if name in self._banks or place.exists():
-                raise APIError(
-                    409, f"a bank {name} exists already; choose another name", param="name", code="bank_exists"
-                )
+            self._check_free(name)
             new = self._banks_folder / f".new-{token_hex(8)}"
             try:
                 make_folder(new)
@@ -432,6 +429,34 @@ class BankCatalog:
         (self._banks_folder / name).rename(gone)
         sync_folder(self._banks_folder)
         _remove_all(gone)
+
+    def rename(self, name: str, new: str) -> ServedBank:
+        """Gives a bank another name, after the running change. Until the bank has it, there is no bank of either name.
+
+        Raises:
+            APIError: 400 for an invalid name; 404 for an unknown bank; 409 for a name that is taken.
+        """
+        check_bank_name(new)
+        bank = self.get(name)
+        with self._lock:
+            self._check_free(new)
+            if self._banks.pop(name, None) is not bank:
+                raise no_such_bank(name)
+        bank.close()
+        with self._lock:
+            present = name
+            try:
+                self._check_free(new)
+                (self._banks_folder / name).rename(self._banks_folder / new)
+                present = new
+                sync_folder(self._banks_folder)
+            finally:
+                self._try_open(present)
+        return self.get(new)
+
+    def _check_free(self, name: str) -> None:
+        if name in self._banks or (self._banks_folder / name).exists():
+            raise APIError(409, f"a bank {name} exists already; choose another name", param="name", code="bank_exists")
 
     def back_up(self, name: str) -> tuple[str, int]:
         """Copies the last commit of a bank to the server's folder of backups.

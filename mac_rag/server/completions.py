@@ -50,14 +50,14 @@ def routes(service: Service) -> APIRouter:
     def models(who: Reader) -> dict[str, Any]:
         """The model alone, and each bank as `MODEL:BANK`."""
         names = [service.model_name, *(f"{service.model_name}:{bank.name}" for bank in service.banks(who))]
-        return {"object": "list", "data": [_model(name) for name in [*names, EMBEDDING_MODEL]]}
+        return {"object": "list", "data": [_model(service, name) for name in [*names, EMBEDDING_MODEL]]}
 
     @router.get("/models/{name:path}")
     def model(name: str, who: Reader) -> dict[str, Any]:
         """One model."""
         if name != EMBEDDING_MODEL:
             _bank(service, name, None, who)
-        return _model(name)
+        return _model(service, name)
 
     @router.post("/chat/completions", response_model=None, responses=STREAMED)
     async def chat(body: ChatRequest, request: Request, who: Reader) -> Response:
@@ -376,8 +376,13 @@ def _uses_retriever(wanted: str | bool | None, bank: ServedBank | None) -> bool:
     return True
 
 
-def _model(name: str) -> dict[str, Any]:
-    return {"id": name, "object": "model", "created": 0, "owned_by": "mac_rag"}
+def _model(service: Service, name: str) -> dict[str, Any]:
+    """A model as clients see it. `confidence` names the ways of answering for which `min_confidence` can be given."""
+    model: dict[str, Any] = {"id": name, "object": "model", "created": 0, "owned_by": "mac_rag"}
+    if name == EMBEDDING_MODEL:
+        return model
+    fit = service.model.calibration
+    return {**model, "confidence": sorted(fit.modes) if fit and fit.fingerprint == service.model.fingerprint else []}
 
 
 def _written(vector: Any, encoding: str) -> Any:

@@ -35,8 +35,8 @@ class Principal:
 
     Attributes:
         name: name of the key.
-        scope: its rights. `read` asks questions and reads documents, `write` changes documents, `admin` makes, deletes
-            and backs up banks, and reads the metrics. Each scope includes those before it.
+        scope: its rights. `read` asks questions and reads documents, `write` changes documents, `admin` makes, renames,
+            deletes and backs up banks, and reads the metrics. Each scope includes those before it.
         banks: patterns of the names of the banks that it may see; `*` stands for any characters.
     """
 

@@ -340,6 +340,10 @@ class NewBank(Body):
     keep_texts: bool | None = None
 
 
+class NewName(Body):
+    name: str = Field(max_length=256)
+
+
 class NewDocument(Body):
     id: str
     text: str

@@ -178,14 +178,33 @@ class Service:
         Raises:
             APIError: 403 for a name that the key may not use; and as `BankCatalog.create`.
         """
-        if not who.sees(name):
-            raise APIError(
-                403, f"this key may not make a bank {name!r:.80}; choose a name that matches {' or '.join(who.banks)}"
-            )
+        self._check_name(name, who)
         bank = self.catalog.create(name, retriever=retriever, keep_texts=keep_texts)
         bank.engine.on_batch = self.metrics.batch
         self.audit.note(who.name, "bank.create", name, retriever=retriever)
         return bank
+
+    def rename_bank(self, name: str, new: str, who: Principal) -> ServedBank:
+        """Gives a bank another name.
+
+        Raises:
+            APIError: 404 for a bank that the key may not see; 403 for a new name that it may not use; 409 if a job
+                waits or runs on the bank; and as `BankCatalog.rename`.
+        """
+        self.bank(name, who)
+        self._check_name(new, who)
+        if any(job.bank == name and job.is_open for job in self.jobs.all()):
+            raise APIError(409, f"a job waits or runs on bank {name}; wait for its end, or cancel it", code="busy")
+        bank = self.catalog.rename(name, new)
+        bank.engine.on_batch = self.metrics.batch
+        self.audit.note(who.name, "bank.rename", name, new=new)
+        return bank
+
+    def _check_name(self, name: str, who: Principal) -> None:
+        if not who.sees(name):
+            raise APIError(
+                403, f"this key may not name a bank {name!r:.80}; choose a name that matches {' or '.join(who.banks)}"
+            )
 
     def checked_question(self, text: str) -> str:
         """Returns a question, prompt or search if it is a text, and not too long.

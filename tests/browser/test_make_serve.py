@@ -15,6 +15,8 @@ from pathlib import Path
 import pytest
 from playwright.sync_api import Browser, Page, expect
 
+from tests.browser.test_page import WAYS, make_bank, newest
+
 pytestmark = pytest.mark.browser
 
 ROOT = Path(__file__).parents[2]
@@ -46,8 +48,7 @@ def drop(page: Page, name: str, data: bytes) -> None:
             const bytes = Uint8Array.from(atob(data), letter => letter.charCodeAt(0));
             const dropped = new DataTransfer();
             dropped.items.add(new File([bytes], name, {type: "application/pdf"}));
-            const place = document.getElementById("drop");
-            place.dispatchEvent(new DragEvent("drop", {dataTransfer: dropped, bubbles: true}));
+            document.body.dispatchEvent(new DragEvent("drop", {dataTransfer: dropped, bubbles: true}));
         }""",
         [name, b64encode(data).decode()],
     )
@@ -82,21 +83,29 @@ def test_a_dropped_pdf_is_answered_about_within_a_minute(browser: Browser, serve
     url, began = served
     ready = time.monotonic()
     report = printed(browser, REPORT)
-    page = browser.new_page(viewport={"width": 1200, "height": 720})
+    context = browser.new_context(viewport={"width": 1200, "height": 760}, color_scheme="light")
+    page = context.new_page()
     page.goto(url)
-    page.get_by_label("New bank").fill("notes")
-    page.get_by_role("button", name="Make").click()
-    expect(page.locator("#status")).to_have_text("Bank notes is made.")
+    make_bank(page, "notes")
     drop(page, "observatory.pdf", report)
-    expect(page.locator("#status")).to_contain_text("1 added", timeout=30_000)
+    expect(page.locator("#jobs")).to_contain_text("1 added", timeout=30_000)
     page.locator("#question").fill(QUESTION)
     page.locator("#question").press("Enter")
-    for way in ("memory", "retrieval", "both"):
-        expect(page.locator(f"#a-{way}")).to_have_text(ANSWER, timeout=30_000)
+    for way in WAYS:
+        expect(newest(page).locator(f".{way} .answer")).to_have_text(ANSWER, timeout=30_000)
     seconds = time.monotonic() - began
     print(f"{ready - began:.1f} s until it was ready, {seconds:.1f} s until the answer")
-    expect(page.locator("#sources li").first).to_contain_text("observatory.pdf")
+    expect(newest(page).locator(".both .about")).to_contain_text("Confidence")
+    expect(newest(page).locator(".sources li").first).to_contain_text("observatory.pdf")
     PICTURES.mkdir(parents=True, exist_ok=True)
-    page.screenshot(path=PICTURES / "page-pdf.png")
-    page.close()
+    page.screenshot(path=PICTURES / "page.png")
+    phone = browser.new_context(
+        viewport={"width": 390, "height": 760}, color_scheme="dark", storage_state=context.storage_state()
+    )
+    page = phone.new_page()
+    page.goto(url)
+    page.locator(".entry summary").click()
+    page.screenshot(path=PICTURES / "page-phone.png")
+    phone.close()
+    context.close()
     assert seconds < _A_MINUTE

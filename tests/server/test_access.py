@@ -53,6 +53,7 @@ def requests_to_bank(name: str) -> list[tuple[str, str, dict[str, Any]]]:
     return [
         ("GET", place, {}),
         ("DELETE", place, {}),
+        ("PATCH", place, {"json": {"name": "initech-taken"}}),
         ("POST", f"{place}/backup", {}),
         ("POST", f"{place}/compact", {}),
         ("GET", f"{place}/documents", {}),
@@ -95,7 +96,7 @@ class TestKeys:
         running, tokens = tenants
         needed = {"GET": "read", "DELETE": "write"}
         for method, path, more in requests_to_bank("acme-news"):
-            if path.endswith(("/backup", "/compact")) or (method, path) == ("DELETE", "/v1/banks/acme-news"):
+            if path.endswith(("/backup", "/compact")) or (method != "GET" and path == "/v1/banks/acme-news"):
                 scope = "admin"
             elif path.endswith(("/documents", "/files", "/delete")) and method == "POST":
                 scope = "write"

@@ -218,6 +218,37 @@ def test_bodies_are_bounded_however_they_come(client: httpx.Client) -> None:
     assert client.post("/v1/chat/completions", json=long).json()["error"]["code"] == "too_long"
 
 
+def test_a_renamed_bank_is_the_same_bank(mac_tiny: MACModel, tmp_path: Path) -> None:
+    with serving(tmp_path, mac_tiny) as running, running.client() as client:
+        make(client, "draft", ("press", PRESS), retriever="hybrid")
+        make(client, "taken")
+        for name, status in (("taken", 409), ("draft", 409), ("../up", 400)):
+            assert client.patch("/v1/banks/draft", json={"name": name}).status_code == status
+            assert client.get("/v1/banks/draft").json()["documents"] == 1
+        assert client.patch("/v1/banks/draft", json={"name": "final"}).json()["name"] == "final"
+        client.post("/v1/banks/final/documents", json={"documents": [{"id": "bridge", "text": BRIDGE}]})
+        assert client.get("/v1/banks/draft").status_code == 404
+        make(client, "draft")
+    with serving(tmp_path, mac_tiny) as running, running.client() as client:
+        documents = {bank["name"]: bank["documents"] for bank in client.get("/v1/banks").json()["data"]}
+        assert documents == {"draft": 0, "final": 2, "taken": 0}
+        body = {"model": "tiny:final", "messages": [{"role": "user", "content": QUESTION}]}
+        answer = client.post("/v1/chat/completions", json=body).json()
+        assert (answer["choices"][0]["message"]["content"], answer["retrieved"][0]) == ("180", "press")
+    audit = [json.loads(line) for line in (tmp_path / "audit.jsonl").read_text().splitlines()]
+    assert [(one["bank"], one["new"]) for one in audit if one["action"] == "bank.rename"] == [("draft", "final")]
+
+
+def test_a_bank_with_a_job_keeps_its_name(own: Running, client: httpx.Client) -> None:
+    place = make(client, "busy")
+    body = {"documents": [{"id": "press", "text": PRESS}], "wait": False}
+    with own.service.catalog.get("busy")._change():  # the job waits for its turn
+        job = client.post(f"{place}/documents", json=body).json()
+        assert client.patch(place, json={"name": "free"}).status_code == 409
+    assert ended(client, job)["state"] == "done"
+    assert client.patch(place, json={"name": "free"}).status_code == 200
+
+
 def test_an_empty_bank_is_told(client: httpx.Client) -> None:
     make(client, "empty")
     body = {"model": "tiny:empty", "messages": [{"role": "user", "content": QUESTION}]}
