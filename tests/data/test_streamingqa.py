@@ -98,7 +98,7 @@ class TestReleased:
         [document] = dataset.documents
         assert (document.text, document.metadata["date"]) == ("A storm has hit Haib.\nIt lasted a day.", "2020-01-31")
         assert [question.question for question in dataset.questions] == ["What has hit Haib?", "Where was the storm?"]
-        assert dataset.questions[0].answers == ("storm", "a storm", "a heavy storm")
+        assert dataset.questions[0].answers == ("storm", "a heavy storm", "a storm")
         assert {question.document_id for question in dataset.questions} == {document.id}
         assert "rows 1 to 5,000 of streaminqa_eval.jsonl.gz" in dataset.notes[0]
 

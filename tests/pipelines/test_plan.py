@@ -16,7 +16,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "guides" / "presets.md"
 
 
 def test_a_preset_is_planned_with_its_own_recipe_or_the_general_one() -> None:
-    assert recipe_of("llama2-7b").trainer.accumulate == 8
+    assert recipe_of("llama2-7b").trainer.batch_size == 32
     own, general = recipe_of("smollm2-135m"), recipe_of("qwen3-0.6b", ["trainer.batch_size=2"])
     assert (own.model, general.model) == (PRESETS["smollm2-135m"], PRESETS["qwen3-0.6b"])
     assert (own.trainer.steps, general.trainer.batch_size) == (200, 2)

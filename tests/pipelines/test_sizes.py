@@ -407,7 +407,7 @@ def test_a_planned_step_of_the_paper_is_within_15_percent_of_a_real_one(
     )
     t5 = T5Config(
         vocab_size=VOCABULARY, d_model=width, d_ff=4 * width, d_kv=64, num_layers=6, num_heads=heads, eos_token_id=2,
-        pad_token_id=0, dropout_rate=0.0,
+        pad_token_id=0,
     )  # fmt: skip
     for name, network in (("lm", GPT2LMHeadModel(lm)), ("t5", T5ForConditionalGeneration(t5))):
         network.save_pretrained(tmp_path / name)
