@@ -387,6 +387,7 @@ def test_questions_that_arrive_together_share_batches(running: Running, monkeypa
     batches: list[int] = []
     monkeypatch.setattr(bank.engine, "on_batch", batches.append)
     queue = bank.engine._queue
+    monkeypatch.setattr(queue, "_last", {})  # keys of other tests' servers have asked the same model
     body = {"model": "tiny:news", "messages": MESSAGES, "sources": 0}
     with running.client() as client, ThreadPoolExecutor(12) as pool:
         with queue.turn():
