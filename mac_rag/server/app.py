@@ -57,7 +57,11 @@ _HTTP = {
 _FOLDER = Path(__file__).parent / "page"
 _KINDS = {".html": "text/html; charset=utf-8", ".js": "text/javascript", ".css": "text/css", ".svg": "image/svg+xml"}
 # Path -> the page's file there.
-_PAGE = {"/" if file.name == "index.html" else f"/page/{file.name}": file for file in sorted(_FOLDER.iterdir())}
+_PAGE = {
+    "/" if file.name == "index.html" else f"/page/{file.name}": file
+    for file in sorted(_FOLDER.iterdir())
+    if file.suffix in _KINDS
+}
 
 
 def make_app(service: Service, *, anyone: bool = False, any_host: bool = False, origins: Sequence[str] = ()) -> ASGIApp:
