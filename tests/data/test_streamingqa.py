@@ -134,6 +134,7 @@ class TestReleased:
             (gzip.compress(STORM)[:-9], "cannot be read"),
             (gzip.compress(b"20200131\tonly one field\n"), "line 1: it has 2 fields, not 3"),
         ],
+        ids=["not zipped", "cut off", "a field too few"],
     )
     def test_a_damaged_file_of_articles_is_named(self, tmp_path: Path, content: bytes, message: str) -> None:
         write_release(tmp_path, [STORM], ASKED)
