@@ -429,6 +429,7 @@ def test_the_keyboard_is_enough(browser: Browser, running: Running) -> None:
         press_until(page, "Skip to the question")
         page.keyboard.press("Enter")
         expect(page.locator("#question")).to_be_focused()
+        assert page.url.endswith("#bank=keyboard")
         page.keyboard.type(QUESTION)
         page.keyboard.press("Enter")
         expect(newest(page).locator(".both .answer")).to_have_text("180")

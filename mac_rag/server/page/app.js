@@ -143,6 +143,8 @@ on("theme", "change", () => {
   kept.set("theme", $("theme").value);
   document.documentElement.dataset.theme = $("theme").value;
 });
-window.addEventListener("hashchange", guarded(follow));
+window.addEventListener("hashchange", guarded(async () => { await loaded; await follow(); }));
+// The address names a bank, and goes on to do so.
+on("skip", "click", () => $("question").focus());
 
 guarded(begin)();
