@@ -79,7 +79,8 @@ def main(
     rows = memory_rows(loaded, stream, sizes, seed)
     variants = []
     for name, (count, passes, share) in table.items():
-        changes: dict[str, Any] = {"backprop_dropout": share, "trainer": {"batch_size": count, "accumulate": passes}}
+        trainer = {"batch_size": count, "accumulate": passes}
+        changes: dict[str, Any] = {"backprop_dropout": share, "context_set": None, "trainer": trainer}
         peak = step_memory(loaded, first_batch(loaded, stream, count), share, seed)
         recipe = training.recipe("amortization", changes)
         variants.append(Variant(name, recipe, {"K": count, "p": share}, {"memory_gb": peak / 1e9}))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import re
 import time
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from hypothesis import strategies as st
 from mac_rag.asking import in_their_letters
 from mac_rag.bank import MemoryBank
 from mac_rag.config import AttentionConfig
+from mac_rag.data.characters import word_forms
 from mac_rag.data.types import Document
 from mac_rag.engine import MACEngine
 from mac_rag.errors import BankError, ConfigError
@@ -225,13 +225,13 @@ def test_the_command_prints_json_and_a_table(tmp_path: Path) -> None:
 @given(st.text(max_size=40), st.text(max_size=8))
 def test_highlights_are_the_answer_or_its_words(text: str, answer: str) -> None:
     places = highlights(text, answer)
-    wanted = [word.casefold() for word in re.findall(r"\w+", answer)]
+    wanted = word_forms(answer)
     assert all(before[1] <= after[0] for before, after in itertools.pairwise(places))
     for start, end in places:
-        words = [word.casefold() for word in re.findall(r"\w+", text[start:end])]
+        words = word_forms(text[start:end])
         assert words == wanted or (len(words) == 1 and words[0] in wanted)
     if not places:
-        assert not set(wanted) & {word.casefold() for word in re.findall(r"\w+", text)}
+        assert not set(wanted) & set(word_forms(text))
 
 
 def test_the_answer_as_a_whole_is_highlighted_before_its_words() -> None:

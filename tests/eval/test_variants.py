@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from eval.dropout_memory import TABLE, first_batch, memory_rows, step_memory
@@ -85,7 +85,10 @@ def test_designs_start_from_the_embeddings_of_a_model_stored_as_int8(tiny_checkp
         *(("gpt2-xl", "modulation", {"model": {"modulation": {"kind": kind}}}) for kind in KINDS.values()),
         *(("gpt2-xl", "amortization", {"model": {"amortization": design}}) for design in DESIGNS.values()),
         *(("llama2-7b", "modulation", changes) for changes in PRECISIONS["paper"].values()),
-        *(("llama2-7b", "amortization", {"trainer": {"batch_size": k}}) for k, _, _ in TABLE["paper"].values()),
+        *(
+            ("llama2-7b", "amortization", {"context_set": None, "trainer": {"batch_size": k}})
+            for k, _, _ in TABLE["paper"].values()
+        ),
         *((preset, None, {}) for preset in ("distilgpt2", "gpt2-large")),
     ],
 )
@@ -239,6 +242,7 @@ def test_a_long_article_ends_at_a_word_within_the_limit(tiny_model: MACModel) ->
 
 
 @given(st.lists(st.text("ab ", min_size=1).filter(str.strip), min_size=1, max_size=5))
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])  # the model only reads
 def test_continuations_keep_every_word(tiny_model: MACModel, texts: list[str]) -> None:
     documents = tuple(Document(str(i), text) for i, text in enumerate(texts))
     made = continuations(QADataset("set", "train", documents, ()), tiny_model.base_lm.tokenizer, 10_000)

@@ -78,7 +78,7 @@ class TestRequests:
 
         for module, name in (
             (requests, "parse_json"),
-            (catalog, "fits"),
+            (catalog, "condition"),
             (catalog, "_described"),
             (completions, "_written"),
         ):

@@ -228,7 +228,14 @@ def _check_llama_index(text: str, model: MACModel) -> None:
         except ValidationError:  # LlamaIndex itself refuses halves of surrogate pairs
             assert not accepted
             continue
-        if _decided(accepted, lambda node=node: writer([node]), name, _place(text)):  # type: ignore[misc]
+        with patch("mac_rag.integrations.llama_index.writer.logger.warning") as warning:
+            writer([node])
+        if not accepted:
+            told = str(warning.call_args.args[1])
+            assert name in told
+            assert _place(text) in told
+            assert not engine.bank.document_ids
+        else:
             assert engine.bank.document_ids == [node.id_]
             assert engine.bank[node.id_].metadata == node.metadata
             store.delete(node.id_)
