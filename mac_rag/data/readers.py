@@ -19,7 +19,7 @@ from pathlib import Path
 from shlex import quote
 from typing import Any
 
-from mac_rag.data.characters import is_blank
+from mac_rag.data.characters import fault_of, is_blank
 from mac_rag.data.conversion.converter import convert, is_converted
 from mac_rag.data.dates import with_written_dates
 from mac_rag.data.table import Place, Row, parsed_cell, raise_error, read_table
@@ -226,7 +226,8 @@ def _fault(values: Mapping[str, Any]) -> str | None:
         if not isinstance(value, str):
             return f"{key!r} must be a text, got {value!r:.80}"
         if is_blank(value):
-            return f"{key!r} is empty; give every document an id and a text"
+            fault = fault_of(value)
+            return f"{key!r}: {fault}" if fault else f"{key!r} is empty; give every document an id and a text"
         if len(value) > ROW:
             return f"{key!r} has more than {ROW:,} characters; split it into several documents"
     return None
