@@ -28,7 +28,7 @@ from transformers import (
 from mac_rag.config import AggregationConfig, BaseLMConfig, EncoderConfig, MACConfig
 from mac_rag.data.newswire.generate import generate
 from mac_rag.lm.prefix_lm import PrefixLM, PrefixLMConfig
-from mac_rag.model import MACModel
+from mac_rag.model import MACModel, OwnKVModel
 
 # Folder of a tiny saved model, by its name: the fixture `model_folder`.
 Folder = Callable[[str], Path]
@@ -141,6 +141,15 @@ def built(config: MACConfig, seed: int = 0) -> MACModel:
     """The model of a configuration, with the same random weights each time."""
     torch.manual_seed(seed)
     return MACModel.from_config(config, device="cpu")
+
+
+def own_kv(folder: Path, documents: Any = None, **options: Any) -> OwnKVModel:
+    """A model that remembers by the own keys and values of an LM, by default as they are, in fp32, found by BM25."""
+    lm = BaseLMConfig(name=str(folder), dtype="fp32")
+    options = {"compression": None, "sentence_encoder": None, **options}
+    made = MACModel.around(lm, documents, device="cpu", **options)
+    assert isinstance(made, OwnKVModel)
+    return made
 
 
 def reloaded(model: MACModel, folder: Path, **options: Any) -> MACModel:

@@ -16,7 +16,7 @@ from mac_rag.bank.bm25 import BankBM25Retriever
 from mac_rag.bank.copies import backup, restore
 from mac_rag.bank.database import Connection
 from mac_rag.bank.own_kv_reader import OwnKVReader
-from mac_rag.config import AttentionConfig, BaseLMConfig, BoundConfig
+from mac_rag.config import AttentionConfig, BoundConfig
 from mac_rag.data.newswire.generate import generate
 from mac_rag.errors import BankError, ConfigError, FingerprintError
 from mac_rag.lm.base_lm import BaseLM
@@ -25,7 +25,7 @@ from mac_rag.model.calibration import EVIDENCE
 from mac_rag.retrieval import BM25Retriever
 from mac_rag.retrieval.base import Hit, Retriever
 from pipelines.tasks.calibrate import fit, guesses
-from tests.helpers import Folder
+from tests.helpers import Folder, own_kv
 
 STREAM = generate("train", 30)
 DOCUMENTS = list(STREAM.documents)
@@ -34,13 +34,7 @@ QUESTIONS = [question.question for question in STREAM.questions[:6]]
 
 @pytest.fixture(scope="module")
 def model(model_folder: Folder) -> OwnKVModel:
-    made = MACModel.around(
-        BaseLMConfig(name=str(model_folder("llama")), dtype="fp32"),
-        compression=None,
-        device="cpu",
-        sentence_encoder=None,
-    )
-    assert isinstance(made, OwnKVModel)
+    made = own_kv(model_folder("llama"))
     # Enough for every document whose bias does not leave it out.
     return OwnKVModel(
         made.config.model_copy(update={"memory_tokens": 10_000, "max_new_tokens": 12}), made.base_lm, None

@@ -10,13 +10,13 @@ import pytest
 from mac_rag import Document, MACEngine
 from mac_rag.bank import MemoryBank
 from mac_rag.bank.own_kv_reader import _SENTENCE_WEIGHT, OwnKVReader
-from mac_rag.config import BaseLMConfig, BoundConfig
+from mac_rag.config import BoundConfig
 from mac_rag.data.newswire.generate import generate
 from mac_rag.errors import BankError, ConfigError, FingerprintError
 from mac_rag.model import MACModel, OwnKVModel
 from mac_rag.retrieval import BM25Retriever
 from mac_rag.retrieval.encoders import minilm
-from tests.helpers import Folder
+from tests.helpers import Folder, own_kv
 from tests.test_own_kv_engine import engine_of, reading, texts
 
 STREAM = generate("train", 30)
@@ -28,9 +28,7 @@ COOKING = "How are vegetables cooked?"  # shares no word with the soup
 
 @pytest.fixture(scope="module")
 def model(model_folder: Folder) -> OwnKVModel:
-    lm = BaseLMConfig(name=str(model_folder("llama")), dtype="fp32")
-    made = MACModel.around(lm, compression=None, device="cpu")
-    assert isinstance(made, OwnKVModel)
+    made = own_kv(model_folder("llama"), sentence_encoder="minilm")
     config = made.config.model_copy(update={"memory_tokens": 10_000, "max_new_tokens": 8})
     return OwnKVModel(config, made.base_lm, None)
 

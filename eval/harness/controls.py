@@ -6,6 +6,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 
 import torch
@@ -70,9 +71,9 @@ class Controls(ABC):
     def all(self) -> Iterator[Control]:
         """All controls; the memory itself comes first."""
 
-    def attending(self) -> MACEngine:
-        """An engine that tells which document has most of a question's attention."""
-        return self.engine
+    @abstractmethod
+    def attended(self, numbers: Sequence[int]) -> list[str]:
+        """Maps numbers of questions to the ids of the documents with most of their attention, empty for none."""
 
     def _right(self, *names: str) -> list[str] | None:
         """The right document of each question; None if the stream does not hold one, and then `names` are not run."""
@@ -120,7 +121,7 @@ class OwnKVControls(Controls):
     def all(self) -> Iterator[Control]:
         everything: list[Documents] = [()] * len(self._questions)
         yield Control(MEMORY, self._from_memory, everything)
-        read = self._read()
+        read = self._read
         first = [documents[:1] for documents in read]
         yield self._rows("memory, scores off", read, None)
         yield self._rows("first document's row", first, 1)
@@ -133,6 +134,10 @@ class OwnKVControls(Controls):
         yield self._text("first document's text", first)
         yield self._text("BM25's first text", self._retrieved())
 
+    def attended(self, numbers: Sequence[int]) -> list[str]:
+        return [(*self._read[number], "")[0] for number in numbers]
+
+    @cached_property
     def _read(self) -> list[Documents]:
         """The documents that the memory reads for each question, the one with most attention first."""
         found: list[Documents] = []
@@ -198,7 +203,13 @@ class AmortizedControls(Controls):
             yield self._tokens(names[0], self._ranked.best_of(right), 1)
             yield self._text(names[1], [(document_id,) for document_id in right])
 
-    def attending(self) -> MACEngine:
+    def attended(self, numbers: Sequence[int]) -> list[str]:
+        ids, mass = self._attending.document_attention([self._questions[number] for number in numbers])
+        return [ids[place] for place in mass.argmax(1).tolist()]
+
+    @cached_property
+    def _attending(self) -> MACEngine:
+        """An engine that tells attention without reading all rows, if the prior says which ones can have most."""
         if self.model.aggregation.prior is None:
             return self.engine
         preselected = AttentionConfig(strategy="preselect", preselected=_PRESELECTED)
@@ -312,15 +323,9 @@ def _answers(controls: Controls, control: Control, kept: KeptAnswers) -> tuple[l
 
 
 def _attended(controls: Controls, kept: KeptAnswers) -> list[str]:
-    """Id of the document with most of each question's attention."""
-    engine = controls.attending()
-
-    def answer(numbers: Sequence[int]) -> list[str]:
-        ids, mass = engine.document_attention([controls.dataset.questions[number].question for number in numbers])
-        return [ids[place] for place in mass.argmax(1).tolist()]
-
+    """Id of the document with most of each question's attention; empty if no document has any."""
     nothing: list[Documents] = [()] * len(controls.dataset.questions)
-    return _answers(controls, Control("attention", answer, nothing), kept)[0]
+    return _answers(controls, Control("attention", controls.attended, nothing), kept)[0]
 
 
 def _errors(controls: Controls, verdicts: Sequence[Verdict], attended: Sequence[str]) -> dict[str, float]:

@@ -246,32 +246,34 @@ class _Table:
 
     def _generate(self, prompts: Sequence[Prompt], weight: float | None) -> list[str]:
         """Generates the answers to the prompts with one memory weight, or without memory for None."""
-        if self.protocol == "published":
-            return self._searched(prompts, weight)
+        answer = self._searched if self.protocol == "published" else self._answered
         texts = [""] * len(prompts)
         for moment, places in _by_moment([prompt.as_of if weight is not None else None for prompt in prompts]).items():
-            answers = self.engine.answer(
-                [self._read(prompts[place], weight) for place in places],
-                use_memory=weight is not None,
-                memory_weight=weight,
-                batch_size=self.batch_size,
-                as_of=moment,
-            )
-            for place, answer in zip(places, answers, strict=True):
-                texts[place] = answer.text
+            answers = answer([self._read(prompts[place], weight) for place in places], weight, moment)
+            for place, text in zip(places, answers, strict=True):
+                texts[place] = text
         return texts
 
-    def _searched(self, prompts: Sequence[Prompt], weight: float | None) -> list[str]:
+    def _answered(self, prompts: Sequence[FittedPrompt], weight: float | None, moment: str | None) -> list[str]:
+        """Answers by the engine."""
+        answers = self.engine.answer(
+            prompts,
+            use_memory=weight is not None,
+            memory_weight=weight,
+            batch_size=self.batch_size,
+            as_of=moment,
+        )
+        return [answer.text for answer in answers]
+
+    def _searched(self, prompts: Sequence[FittedPrompt], weight: float | None, moment: str | None) -> list[str]:
         """Answers by the published decoding, with memory, or without for None."""
-        texts, model = [""] * len(prompts), cast(AmortizedModel, self.engine.model)
-        for moment, places in _by_moment([prompt.as_of if weight is not None else None for prompt in prompts]).items():
-            for first in range(0, len(places), self.batch_size):
-                some = [prompts[place] for place in places[first : first + self.batch_size]]
-                asked = [prompt.question for prompt in some]
-                phi = None if weight is None else cast(Tensor, self.engine.aggregate(asked, as_of=moment))
-                answers = with_memory(model, [self._read(prompt, weight) for prompt in some], phi)
-                for place, text in zip(places[first:], answers):
-                    texts[place] = text
+        texts: list[str] = []
+        model = cast(AmortizedModel, self.engine.model)
+        for first in range(0, len(prompts), self.batch_size):
+            some = prompts[first : first + self.batch_size]
+            asked = [prompt.question for prompt in some]
+            phi = None if weight is None else cast(Tensor, self.engine.aggregate(asked, as_of=moment))
+            texts += with_memory(model, some, phi)
         return texts
 
     def _read(self, prompt: Prompt, weight: float | None) -> FittedPrompt:

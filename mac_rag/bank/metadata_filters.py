@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Mapping, Sequence
+from datetime import date
 from typing import Any, TypeAlias
 
 from mac_rag.data.characters import shown
@@ -83,17 +84,19 @@ def _compared(key: str, name: str, operand: Any) -> Condition:
         return lambda metadata: key in metadata and _matches(metadata[key], operand)
     if name in ("$ne", "$nin"):
         return lambda metadata: key not in metadata or not _matches(metadata[key], operand)
-    order = _kind(key, operand)
-    if order is None:
+    ordered = _ordered(key, operand)
+    if ordered is None:
         raise ConfigError(f"{where} takes {'a date' if key == 'date' else 'a number or a text'}, got {operand!r:.80}")
-    limit, compare = _comparable(key, operand), _ORDERS[name]
+    sort, limit = ordered
+    compare = _ORDERS[name]
 
     def holds(value: Any) -> bool:
-        if _kind(key, value) != order:
+        found = _ordered(key, value)
+        if found is None or found[0] is not sort:
             raise ConfigError(
                 f"{where} compares {operand!r:.80} with {value!r:.80} of a document; compare values of one kind"
             )
-        return bool(compare(_comparable(key, value), limit))
+        return bool(compare(found[1], limit))
 
     def test(metadata: Mapping[str, Any]) -> bool:
         value = metadata.get(key)
@@ -102,18 +105,16 @@ def _compared(key: str, name: str, operand: Any) -> Condition:
     return test
 
 
-def _kind(key: str, value: Any) -> str | None:
-    """What a value is compared as, by its key; None if it has no order."""
+def _ordered(key: str, value: Any) -> tuple[type, Any] | None:
+    """What a value is compared as, by its key, and what of it is compared; None if it has no order."""
     if key == "date":
         try:
-            return "a date" if read_date(value) else None
+            return date, read_date(value)
         except DataError:
             return None
-    return "a number" if type(value) in (int, float) else "a text" if isinstance(value, str) else None
-
-
-def _comparable(key: str, value: Any) -> Any:
-    return read_date(value) if key == "date" else value
+    if type(value) in (int, float):
+        return float, value
+    return (str, value) if isinstance(value, str) else None
 
 
 def _matches(value: Any, wanted: Any) -> bool:

@@ -288,11 +288,13 @@ def events_of(contents: AsyncIterator[dict[str, Any]], *, named: bool = False) -
             async for content in contents:
                 yield written(content)
         except Exception as error:
-            fault = error if isinstance(error, APIError) else unexpected(error)
-            if isinstance(error, MACError):
+            if isinstance(error, APIError):
+                fault = error
+            elif isinstance(error, MACError):
                 fault = error_of(error)
-            elif not isinstance(error, APIError):
+            else:
                 _log.exception("a stream failed")
+                fault = unexpected(error)
             yield written({"type": "error", **fault.body, **(fault.body["error"] if named else {})})
         if not named:
             yield b"data: [DONE]\n\n"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from difflib import get_close_matches
@@ -56,7 +57,12 @@ class StrictRequest(Request):
                     raise MalformedError(f"it has more than {self.most_values:,} values")
             content = parse_json(body, depth=METADATA_DEPTH + 4, containers=min(self.most_values, ROW_CONTAINERS))
             if _HALF.search(body):
-                _encode(content)
+                json.dumps(content, ensure_ascii=False).encode()
+        except UnicodeEncodeError as error:
+            half = (
+                f"\\u{ord(error.object[error.start]):04x} is half of a surrogate pair, which is no character; remove it"
+            )
+            raise HTTPException(400, f"the body is not JSON that this server takes: {half}") from None
         except (MalformedError, UnicodeDecodeError) as error:
             raise HTTPException(400, f"the body is not JSON that this server takes: {error}") from None
         return content
@@ -67,24 +73,6 @@ class LongRequest(StrictRequest):
 
     most = None
     most_values = 200_000
-
-
-def _encode(content: Any) -> None:
-    """Refuses JSON with half of a surrogate pair, which no encoding of Unicode can write."""
-    waiting = [content]
-    while waiting:
-        value = waiting.pop()
-        if isinstance(value, str):
-            try:
-                value.encode()
-            except UnicodeEncodeError as error:
-                raise MalformedError(
-                    f"\\u{ord(value[error.start]):04x} is half of a surrogate pair, which is no character; remove it"
-                ) from None
-        elif isinstance(value, Mapping):
-            waiting += [*value, *value.values()]
-        elif isinstance(value, list):
-            waiting += value
 
 
 class StrictRoute(APIRoute):

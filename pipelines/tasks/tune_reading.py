@@ -161,8 +161,10 @@ class TuneReadingTask(Task):
         self._validation = PackMaker(config.packs, config.data.validation_set(), config.abstention)
         self._further: dict[str, tuple[PackMaker, PackMaker]] = {}
         for name, further in config.further.items():
-            sets = further.data.training_set(), further.data.validation_set()
-            self._further[name] = tuple(PackMaker(further.packs, data, config.abstention) for data in sets)  # type: ignore[assignment]
+            self._further[name] = (
+                PackMaker(further.packs, further.data.training_set(), config.abstention),
+                PackMaker(further.packs, further.data.validation_set(), config.abstention),
+            )
         longest = self._longest()
         lora = LoraConfig(r=config.lora_rank, lora_alpha=2 * config.lora_rank, target_modules="all-linear")
         self._adapted: list[Any] = [get_peft_model(lm, lora)]  # in a list: its weights are those of `lm`

@@ -11,13 +11,13 @@ import torch
 
 from eval.harness.controls import answers_from_two_texts, ask_controls, controls_of
 from eval.harness.results import Result
-from mac_rag.config import AggregationConfig, BaseLMConfig, ExtractiveConfig
+from mac_rag.config import AggregationConfig, ExtractiveConfig
 from mac_rag.data.newswire.generate import generate
 from mac_rag.engine import MACEngine
 from mac_rag.lm.prompt import FittedPrompt
 from mac_rag.model import MACModel
 from tests.eval.helpers import Command
-from tests.helpers import mac_config
+from tests.helpers import mac_config, own_kv
 
 STREAM = generate("test", 8, seed=3)
 QUESTIONS = [question.question for question in STREAM.questions]
@@ -93,8 +93,7 @@ def test_each_control_answers_from_what_its_name_says(tiny_model: MACModel) -> N
 def test_controls_of_own_keys_and_values_read_the_rows_that_their_names_say(
     model_folder: Callable[[str], Path],
 ) -> None:
-    lm = BaseLMConfig(name=str(model_folder("llama")), dtype="fp32")
-    model = MACModel.around(lm, compression=None, sentence_encoder=None, device="cpu")
+    model = own_kv(model_folder("llama"))
     engine = MACEngine(model)
     engine.adapt(STREAM.documents)
     rows, verdicts = ask_controls(controls_of(engine, STREAM, batch_size=3), None, "")

@@ -26,7 +26,6 @@ from llama_index.core.vector_stores import MetadataFilter, MetadataFilters
 from mac_rag.asking import conversation_prompt
 from mac_rag.bank import MemoryBank
 from mac_rag.cli.chat import Conversation
-from mac_rag.config import BaseLMConfig
 from mac_rag.data.types import Document as MACDocument
 from mac_rag.engine import MACEngine
 from mac_rag.integrations.langchain import ChatMAC, create_documents_chain
@@ -44,7 +43,7 @@ from mac_rag.retrieval.bm25 import BM25Retriever
 from mac_rag.server.asking import Asking, Reply, ServedQuestion
 from mac_rag.server.catalog import ServedBank
 from mac_rag.server.metrics import Metrics
-from tests.helpers import Folder
+from tests.helpers import Folder, own_kv
 from tests.integrations.helpers import FACTS, QUESTION, Script, scored
 from tests.server.helpers import serving
 
@@ -53,10 +52,7 @@ SLOTS = PromptTemplate("{context_str}\n{query_str}")
 
 
 def own_model(folder: Path) -> OwnKVModel:
-    model = MACModel.around(
-        BaseLMConfig(name=str(folder), dtype="fp32"), compression=None, device="cpu", sentence_encoder=None
-    )
-    assert isinstance(model, OwnKVModel)
+    model = own_kv(folder)
     model.config = model.config.model_copy(update={"max_new_tokens": 12})
     return model
 

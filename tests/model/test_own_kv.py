@@ -12,14 +12,13 @@ from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from mac_rag.config import BaseLMConfig
 from mac_rag.data.newswire.generate import generate
 from mac_rag.errors import ConfigError, DamageError, DocumentError, ModelLoadError, PromptError
 from mac_rag.lm.block_attention import BlockAttentionLM
 from mac_rag.lm.chat import Message
 from mac_rag.model import AmortizedModel, MACModel, OwnKVModel, ReadRow, ReadRows
 from mac_rag.nn.block_prefix import BlockPrefix
-from tests.helpers import Folder
+from tests.helpers import Folder, own_kv
 
 TEXTS = [document.text for document in generate("train", 40).documents]
 QUESTIONS = ["Which port was closed?", "Who opened a bridge in the town of Lisbon?", "When?"]
@@ -28,23 +27,12 @@ QUESTIONS = ["Which port was closed?", "Who opened a bridge in the town of Lisbo
 @pytest.fixture(scope="module", params=["llama", "instruct", "gpt2"])
 def model(request: pytest.FixtureRequest, model_folder: Folder) -> OwnKVModel:
     """Without a codec; around an LM with and without a chat template, and one with learned positions."""
-    return around(model_folder(request.param))
+    return own_kv(model_folder(request.param))
 
 
 @pytest.fixture(scope="module")
 def coded(model_folder: Folder) -> OwnKVModel:
-    return around(model_folder("instruct"), TEXTS, compression=4)
-
-
-def around(folder: Path, documents: Any = None, **options: Any) -> OwnKVModel:
-    made = MACModel.around(
-        BaseLMConfig(name=str(folder), dtype="fp32"),
-        documents,
-        **{"compression": None, "sentence_encoder": None, **options},
-        device="cpu",
-    )
-    assert isinstance(made, OwnKVModel)
-    return made
+    return own_kv(model_folder("instruct"), TEXTS, compression=4)
 
 
 def read(model: OwnKVModel, texts: list[str], bias: list[float] | None = None) -> ReadRows:
@@ -106,7 +94,7 @@ def test_a_question_sees_the_best_rows_within_its_budget(model: OwnKVModel) -> N
 
 def test_attention_equals_that_of_the_training(model_folder: Folder) -> None:
     """`BlockAttentionLM`, which trains LMs to read, computes block attention by other means."""
-    model = around(model_folder("llama"))
+    model = own_kv(model_folder("llama"))
     lm = AutoModelForCausalLM.from_pretrained(model_folder("llama"), dtype=torch.float32).eval()
     blocks = BlockAttentionLM(lm, model.blocks.opening, longest=200)
     documents = [model.plan(text)[0] for text in TEXTS[:3]]
@@ -130,7 +118,7 @@ def test_documents_read_in_one_batch_are_those_read_alone(model: OwnKVModel) -> 
 
 class TestCodec:
     def test_more_bytes_lose_less(self, model_folder: Folder) -> None:
-        raw = around(model_folder("instruct"))
+        raw = own_kv(model_folder("instruct"))
         prompt, answer = [raw.fit_to_window(QUESTIONS[0])], [raw.blocks.answer("Riga")]
         exact = raw._losses(prompt, answer, read(raw, TEXTS[:1]))[0]
         errors = []
@@ -144,7 +132,7 @@ class TestCodec:
         assert errors[2] < 0.05 * errors[0]
 
     def test_few_tokens_are_warned_of(self, model_folder: Folder, caplog: pytest.LogCaptureFixture) -> None:
-        around(model_folder("instruct"), TEXTS[:3], compression=4)
+        own_kv(model_folder("instruct"), TEXTS[:3], compression=4)
         assert "fewer than 20,000" in caplog.text
 
     def test_without_documents_there_is_no_codec(self, model_folder: Folder) -> None:
@@ -153,7 +141,7 @@ class TestCodec:
 
     def test_a_compression_that_leaves_nothing_is_refused(self, model_folder: Folder) -> None:
         with pytest.raises(ConfigError, match="bytes per token is 0; choose a number from 1"):
-            around(model_folder("instruct"), TEXTS[:3], compression=10**6)
+            own_kv(model_folder("instruct"), TEXTS[:3], compression=10**6)
 
 
 class TestCheckpoints:
@@ -161,7 +149,7 @@ class TestCheckpoints:
     def test_a_folder_gives_the_same_model_and_holds_no_lm(
         self, model_folder: Folder, tmp_path: Path, compression: int | None
     ) -> None:
-        model = around(model_folder("instruct"), TEXTS if compression else None, compression=compression)
+        model = own_kv(model_folder("instruct"), TEXTS if compression else None, compression=compression)
         model.save_pretrained(tmp_path / "own")
         again = MACModel.from_pretrained(tmp_path / "own", device="cpu")
         assert isinstance(again, OwnKVModel)
@@ -177,10 +165,10 @@ class TestCheckpoints:
 
     def test_what_writes_rows_changes_the_fingerprint(self, model_folder: Folder) -> None:
         texts = TEXTS[:10]
-        models = [around(model_folder("instruct")), around(model_folder("llama"))]
+        models = [own_kv(model_folder("instruct")), own_kv(model_folder("llama"))]
         models += [models[0].compressed(texts, compression) for compression in (4, 8)]
         assert len({model.fingerprint for model in models}) == len(models)
-        assert models[0].fingerprint == around(model_folder("instruct")).fingerprint
+        assert models[0].fingerprint == own_kv(model_folder("instruct")).fingerprint
 
     def test_another_lm_of_the_same_name_is_refused(self, model_folder: Folder, tmp_path: Path) -> None:
         place = tmp_path / "lm"
@@ -188,7 +176,7 @@ class TestCheckpoints:
         tokenizer = AutoTokenizer.from_pretrained(model_folder("llama"))
         lm.save_pretrained(place)
         tokenizer.save_pretrained(place)
-        around(place).save_pretrained(tmp_path / "own")
+        own_kv(place).save_pretrained(tmp_path / "own")
         with torch.no_grad():
             lm.model.layers[0].mlp.up_proj.weight[0, 0] += 1
         lm.save_pretrained(place)
@@ -246,7 +234,7 @@ def test_an_adapter_of_the_training_changes_the_lm_and_its_prompt(model_folder: 
     turn = "Read: {document}\nThen answer: {question}"
     told = {"turn": turn, "system": None, "abstention": "no", "bias_scale": 0.25, "codec": None}
     (tmp_path / "best" / "reading.json").write_text(json.dumps(told))
-    model = around(model_folder("instruct"), adapter=tmp_path / "best")
+    model = own_kv(model_folder("instruct"), adapter=tmp_path / "best")
     assert (model.config.turn, model.config.bias_scale) == (turn, 0.25)
     prompt = model.fit_to_window(QUESTIONS[0], TEXTS[:1])
     with torch.no_grad():
@@ -257,14 +245,14 @@ def test_an_adapter_of_the_training_changes_the_lm_and_its_prompt(model_folder: 
     assert abs(float(loss) + float(plain.log_softmax(-1)[7])) > 1e-3
     model.save_pretrained(tmp_path / "own")
     again = MACModel.from_pretrained(tmp_path / "own")
-    assert again.fingerprint == model.fingerprint != around(model_folder("instruct")).fingerprint
+    assert again.fingerprint == model.fingerprint != own_kv(model_folder("instruct")).fingerprint
     assert again.generate([prompt]) == model.generate([prompt])
     with pytest.raises(ModelLoadError, match=r"reading\.json"):
-        around(model_folder("instruct"), adapter=tmp_path)
+        own_kv(model_folder("instruct"), adapter=tmp_path)
     told = json.loads((tmp_path / "best" / "adapter_config.json").read_text())
     (tmp_path / "best" / "adapter_config.json").write_text(json.dumps({**told, "r": 10**9}))
     with pytest.raises(ModelLoadError, match=r"rank is said to be 1000000000, and the updates have \[4\]"):
-        around(model_folder("instruct"), adapter=tmp_path / "best")
+        own_kv(model_folder("instruct"), adapter=tmp_path / "best")
 
 
 class TestPrompts:
@@ -314,7 +302,7 @@ def test_a_memory_weight_is_refused(coded: OwnKVModel) -> None:
 
 class TestRefusals:
     def test_a_window_that_documents_do_not_leave(self, model_folder: Folder) -> None:
-        model = around(model_folder("llama"))
+        model = own_kv(model_folder("llama"))
         with pytest.raises(
             ConfigError, match=r"context_window is 1000, but \d+ of the LM's 1024 positions are for doc"
         ):
@@ -323,7 +311,7 @@ class TestRefusals:
     def test_an_unknown_rotation_only_where_there_is_a_codec(
         self, model_folder: Folder, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        model = around(model_folder("llama"))
+        model = own_kv(model_folder("llama"))
 
         def unknown(*_: Any) -> Any:
             raise ModelLoadError("llama rotates the keys of layer 1 in an unknown way; set modulation.kind to lora")
@@ -335,7 +323,7 @@ class TestRefusals:
     @pytest.mark.parametrize("compression", [0, -1])
     def test_a_compression_that_is_none(self, model_folder: Folder, compression: int) -> None:
         with pytest.raises(ConfigError, match=f"compression is {compression}; give a number of at least 1"):
-            around(model_folder("llama"), TEXTS[:2], compression=compression)
+            own_kv(model_folder("llama"), TEXTS[:2], compression=compression)
 
     def test_a_configuration_in_place_of_an_lm(self, coded: OwnKVModel) -> None:
         with pytest.raises(ConfigError, match=r"is made by MACModel\.around, not by from_config"):
@@ -351,7 +339,7 @@ class TestRefusals:
         # Its own system message stands in its place in a prompt, and once more in the turn after the documents.
         with pytest.raises(PromptError, match="shorten its history or its prompts"):
             coded.fit_conversation([Message("user", "Hello. " * 1000)])
-        plain = around(model_folder("llama"))
+        plain = own_kv(model_folder("llama"))
         with pytest.raises(ConfigError, match="has no chat template, so this LM reads no conversations"):
             plain.blocks.conversation([Message("user", "Hello.")])
 
@@ -373,7 +361,7 @@ class TestRefusals:
             renamed = {name.replace("layers.1.", "layers.7."): tensor for name, tensor in updates.items()}
             save_file(renamed, tmp_path / "adapter_model.safetensors")
         with pytest.raises(ModelLoadError, match=f"holds no updates of this LM: .*{match}"):
-            around(model_folder("instruct"), adapter=tmp_path)
+            own_kv(model_folder("instruct"), adapter=tmp_path)
 
 
 def test_a_question_may_be_a_text(model: OwnKVModel) -> None:
@@ -394,7 +382,7 @@ def test_an_lm_that_answers_from_memory_otherwise_is_refused(
 
     monkeypatch.setattr(BlockPrefix, "masks", wrong)
     with pytest.raises(ModelLoadError, match=r"llama answers differently .*the logits differ by"):
-        around(model_folder("llama"))
+        own_kv(model_folder("llama"))
 
 
 def test_an_lm_that_rotates_keys_otherwise_in_long_texts_reads_short_ones(model_folder: Folder, tmp_path: Path) -> None:
@@ -405,14 +393,14 @@ def test_an_lm_that_rotates_keys_otherwise_in_long_texts_reads_short_ones(model_
     lm.config.rope_parameters["original_max_position_embeddings"] = 600
     lm.save_pretrained(tmp_path)
     AutoTokenizer.from_pretrained(model_folder("llama")).save_pretrained(tmp_path)
-    model = around(tmp_path)
+    model = own_kv(tmp_path)
     assert model._reserved + model.context_window == 600
-    assert around(tmp_path, TEXTS, compression=4).context_window == model.context_window
-    assert around(model_folder("llama")).context_window > model.context_window
+    assert own_kv(tmp_path, TEXTS, compression=4).context_window == model.context_window
+    assert own_kv(model_folder("llama")).context_window > model.context_window
 
 
 def test_keys_and_values_that_are_not_finite_are_not_read(model_folder: Folder) -> None:
-    model = around(model_folder("llama"))
+    model = own_kv(model_folder("llama"))
     [codes] = model.amortize_rows(model.plan(TEXTS[0]))
     codes.view(torch.float32)[0, 0] = torch.inf
     with pytest.raises(DamageError, match="is not finite; adapt to the document again"):

@@ -10,11 +10,10 @@ from typing import Any
 import openai
 import pytest
 
-from mac_rag.config import BaseLMConfig
-from mac_rag.model import MACModel, OwnKVModel
+from mac_rag.model import OwnKVModel
 from mac_rag.server.requests import ChatRequest
 from mac_rag.server.structured import wanted
-from tests.helpers import Folder
+from tests.helpers import Folder, own_kv
 from tests.server.helpers import serving
 
 WEATHER: dict[str, Any] = {
@@ -44,14 +43,7 @@ class LM:
 
 @pytest.fixture(scope="module")
 def model(model_folder: Folder) -> OwnKVModel:
-    made = MACModel.around(
-        BaseLMConfig(name=str(model_folder("instruct")), dtype="fp32"),
-        compression=None,
-        device="cpu",
-        sentence_encoder=None,
-    )
-    assert isinstance(made, OwnKVModel)
-    return made
+    return own_kv(model_folder("instruct"))
 
 
 @pytest.fixture
