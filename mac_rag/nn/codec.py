@@ -198,13 +198,17 @@ class KVCodec(nn.Module):
         return self._numbers(rounded + (values - values.detach()), allocation)  # the sum equals `rounded` exactly
 
     def compact(self, bytes_per_token: int) -> dict[str, Tensor]:
-        """What codes of one rate need, for `load_compact`: of the basis only the components with bits, in fp16.
+        """What codes of one rate need, for `load_compact`: of the basis only the components with bits, in int8.
 
-        The codec is left in the state that `load_compact` gives, so that codes are equal before and after.
+        The codec is left in the state that `load_compact` gives, so that codes are equal before and after. On keys and
+        values of SmolLM2-135M, int8 adds 0.6 % to the squared error of 1,152 bytes a token, and 0.2 % to that of 576.
         """
-        columns = torch.cat([basis.mT for basis in self.allocation(bytes_per_token).bases]).half()
+        columns = torch.cat([basis.mT for basis in self.allocation(bytes_per_token).bases])
+        # Steps are in fp16, so that products with int8 are exact and a second call changes nothing.
+        steps = (columns.abs().amax(1) / 127).half()
         state = {name: getattr(self, name).clone() for name in ("mean", "scale", "eigenvalues")}
-        state["components"] = columns.contiguous()
+        state["components"] = (columns / steps.float()[:, None]).round().to(torch.int8)
+        state["component_steps"] = steps
         self.load_compact(state, bytes_per_token)
         return state
 
@@ -222,9 +226,10 @@ class KVCodec(nn.Module):
             self._forget()
             self.basis.zero_()
             local = self.allocation(bytes_per_token).local
-            parts = state["components"].float().split([len(columns) for columns in local])
-            for basis, columns, part in zip(self.basis, local, parts, strict=True):
-                basis[:, columns] = part.mT.to(basis)
+            columns = state["components"].float() * state["component_steps"].float()[:, None]
+            parts = columns.split([len(places) for places in local])
+            for basis, places, part in zip(self.basis, local, parts, strict=True):
+                basis[:, places] = part.mT.to(basis)
         except (KeyError, RuntimeError, ValueError) as error:
             raise ConfigError(
                 f"the codec does not fit an LM with {self.groups} groups of {self.width:,} numbers at "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import math
 
@@ -178,6 +179,24 @@ class TestFit:
 
 
 VECTOR = 8
+
+
+@pytest.mark.parametrize("rate", [4, 12, 40])
+def test_a_compact_codec_writes_the_same_codes_when_it_is_loaded_or_compacted_again(codec: KVCodec, rate: int) -> None:
+    numbers = keys_values(200, seed=1)
+    before = error(codec, numbers, rate)
+    own = copy.deepcopy(codec)
+    state = own.compact(rate)
+    again = own.compact(rate)
+    loaded = KVCodec(**SHAPE)
+    loaded.load_compact(again, rate)
+
+    assert state["components"].dtype == torch.int8
+    assert all(torch.equal(state[name], again[name]) for name in state)
+    codes = own.encode(numbers, rate)
+    assert torch.equal(loaded.encode(numbers, rate), codes)
+    assert torch.equal(loaded.decode(codes), own.decode(codes))
+    assert error(own, numbers, rate) < 1.02 * before + 1e-4
 
 
 def random(seed: int, *shape: int) -> Tensor:
