@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from filelock import FileLock
 
 from eval.harness.command import MODEL_HELP, NEWSWIRE_DOCUMENTS, generated
 from eval.harness.scales import Protocol, Scale
@@ -132,7 +133,7 @@ def write_once(path: Path, make: Callable[[], QADataset]) -> None:
     """
     from mac_rag.data.archivalqa import write_archivalqa
 
-    if path.exists():
-        return
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_archivalqa(make(), path)
+    with FileLock(path.with_name(f"{path.name}.lock")):  # experiments run side by side
+        if not path.exists():
+            write_archivalqa(make(), path)

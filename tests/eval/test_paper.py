@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import re
+import threading
 from dataclasses import replace
 from pathlib import Path
 
@@ -74,6 +75,12 @@ class TestRun:
         assert again[1] == records[2]
         assert (tmp_path / "bank_size.json").stat().st_mtime_ns == written
         assert "[2/2] bank_size: done before" in capsys.readouterr().out
+
+    def test_steps_run_side_by_side(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        both = threading.Barrier(2, timeout=30)
+        monkeypatch.setattr("eval.paper.run_step", lambda step, *_: f"{step.name} is {bool(both.wait() < 2)}")
+        planned = [Step(name, "bank_size", ()) for name in ("one", "two")]
+        assert [record.reason for record in run_steps(planned, tmp_path, jobs=2)] == ["one is True", "two is True"]
 
     def test_results_of_others_do_not_count(self, tiny_checkpoint: Path, tiny_model: MACModel, tmp_path: Path) -> None:
         step, commit = on(tiny_checkpoint), checkout()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import struct
 import sys
 import warnings
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -73,15 +74,34 @@ def test_a_quantised_model_comes_back_from_its_checkpoint(model_folder: Folder, 
     torch.testing.assert_close(again.amortize(["A text.", "Another."]), model.amortize(["A text.", "Another."]))
 
 
-def test_gradients_through_quantised_weights_are_refused_on_the_cpu(model_folder: Folder) -> None:
-    require_gradients("none", CPU)
-    require_gradients("nf4", torch.device("cuda"))
-    for quantization in ("nf4", "int8"):
-        with pytest.raises(QuantizationError, match=rf"{quantization}.*cpu"):
-            require_gradients(quantization, CPU)  # type: ignore[arg-type]
+def test_gradients_through_int8_weights_are_refused_on_the_cpu(model_folder: Folder) -> None:
+    for quantization, device in (("none", "cpu"), ("nf4", "cpu"), ("nf4", "cuda"), ("int8", "cuda")):
+        require_gradients(quantization, torch.device(device))  # type: ignore[arg-type]
+    for quantization, device in (("int8", "cpu"), ("nf4", "mps")):
+        with pytest.raises(QuantizationError, match=rf"{quantization}.*{device}"):
+            require_gradients(quantization, torch.device(device))  # type: ignore[arg-type]
     lm, _ = load_causal_lm(BaseLMConfig(name=str(model_folder("llama")), quantization="nf4"), CPU)
     with pytest.raises(ConfigError, match="stays frozen"):
         make_trainable(lm, None)
+
+
+def test_gradients_through_nf4_weights_are_those_of_the_same_weights_in_32_bit(model_folder: Folder) -> None:
+    """QLoRA on a CPU, whose weights may be packed for answering when training begins."""
+    lm, _ = load_causal_lm(BaseLMConfig(name=str(model_folder("llama")), quantization="nf4"), CPU)
+    whole, ids = deepcopy(lm).dequantize(), torch.tensor([[1, 30, 31, 32]])
+    with torch.no_grad():
+        lm.eval()(input_ids=ids)  # packs the weights, if the CPU has instructions for it
+    gradients = []
+    for each in (lm, whole):
+        torch.manual_seed(0)
+        make_trainable(each, 2, merging=False)
+        updates = {name: weight for name, weight in each.eval().named_parameters() if weight.requires_grad}
+        for weight in updates.values():  # one of the two matrices starts at zero
+            torch.nn.init.normal_(weight, std=0.1)
+        each(input_ids=ids, labels=ids).loss.backward()
+        gradients.append({name: weight.grad for name, weight in updates.items()})
+    assert all(gradient.any() for gradient in gradients[0].values())
+    torch.testing.assert_close(gradients[0], gradients[1])
 
 
 def test_lora_without_a_target(model_folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
