@@ -100,8 +100,8 @@ def test_gradients_through_nf4_weights_are_those_of_the_same_weights_in_32_bit(m
             torch.nn.init.normal_(weight, std=0.1)
         each(input_ids=ids, labels=ids).loss.backward()
         gradients.append({name: weight.grad for name, weight in updates.items()})
-    assert all(gradient.any() for gradient in gradients[0].values())
-    torch.testing.assert_close(gradients[0], gradients[1])
+    for name, expected in gradients[1].items():  # packing rounds the scales of the weights to bf16
+        assert (gradients[0][name] - expected).abs().max() < 0.02 * expected.abs().max(), name
 
 
 def test_lora_without_a_target(model_folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
