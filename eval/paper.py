@@ -27,7 +27,8 @@ def main(
     scale: Annotated[
         Scale,
         typer.Option(
-            help="tiny runs on any machine in half an hour; paper needs GPUs, --data, and models of its recipes."
+            help="tiny runs on any machine, in a quarter of an hour on two cores; paper needs GPUs, --data, and models "
+            "of its recipes."
         ),
     ] = "tiny",
     data: Annotated[

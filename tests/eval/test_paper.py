@@ -57,7 +57,7 @@ class TestRun:
             Step("elsewhere", "ood", (), missing="no folder squad in --data"),
             on(tiny_checkpoint),
         ]
-        records = run_steps(planned, tmp_path)
+        records = run_steps(planned, tmp_path, jobs=2)
         assert [(record.name, record.status) for record in records] == [
             ("lost", "failed"),
             ("elsewhere", "not run"),

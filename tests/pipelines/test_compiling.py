@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch._dynamo.utils import counters
 
-from mac_rag.config import AggregationConfig, BaseLMConfig, EncoderConfig, ModulationConfig
+from mac_rag.config import AggregationConfig, ModulationConfig
 from mac_rag.model import presets
 from pipelines.tasks.train import TrainTask
 from pipelines.tasks.train_config import TrainConfig
@@ -20,12 +20,13 @@ from tests.pipelines.helpers import DATA, TRAINER, metrics, tune_recipe
 
 
 def train_task(model_folder: Folder, preset: str, **changes: Any) -> TrainTask:
-    """Few steps of a preset of the paper, with small networks of its kinds."""
-    lm = BaseLMConfig(name=str(model_folder("llama" if preset == "llama2-7b" else "gpt2")))
-    encoder = EncoderConfig(name=str(model_folder("t5")))
+    """Few steps of a preset of the paper, with small networks of its kinds, in 4 bit as in the preset."""
+    own = presets.PAPER[preset]
+    lm = own.base_lm.model_copy(update={"name": str(model_folder("llama" if preset == "llama2-7b" else "gpt2"))})
+    encoder = own.amortization.model_copy(update={"name": str(model_folder("t5"))})
     aggregation = AggregationConfig(blocks=2, heads=2, head_width=8)
     parts = {"base_lm": lm, "amortization": encoder, "input_encoder": encoder, "aggregation": aggregation, **changes}
-    model = presets.PAPER[preset].model_copy(update={**parts, "tokens": 4})
+    model = own.model_copy(update={**parts, "tokens": 4})
     dropout = 0.5 if preset == "llama2-7b" else 0.0  # as its recipe, which amortizes with gradients and without
     values = {"data": DATA, "trainer": {**TRAINER, "batch_size": 4}, "backprop_dropout": dropout, "context_set": 2}
     return TrainTask(TrainConfig.parse({**values, "model": model.model_dump()}, "test"))
