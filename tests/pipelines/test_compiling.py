@@ -37,13 +37,15 @@ def train_task(model_folder: Folder, preset: str, **changes: Any) -> TrainTask:
 def test_networks_of_the_paper_compile_without_a_break(model_folder: Folder, tmp_path: Path, kind: str) -> None:
     def trained(compiled: bool) -> Task:
         task: Task = (
-            TuneTask(tune_recipe(model_folder("gpt2"))) if kind == "tune_qa" else train_task(model_folder, kind)
+            TuneTask(tune_recipe(model_folder("llama"), tune="lora"))
+            if kind == "tune_qa"
+            else train_task(model_folder, kind)
         )
         trainer = Trainer(task, task.config.trainer, tmp_path / str(compiled))  # type: ignore[attr-defined]
         if compiled:  # as the trainer does on a GPU, where the graphs become kernels
             trainer._compiled = task.networks_to_compile()
             for network in trainer._compiled:
-                network.compile(dynamic=True, backend="eager")
+                network.compile(dynamic=True, backend="aot_eager")
         trainer.run()
         return task
 
