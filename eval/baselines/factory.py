@@ -129,7 +129,7 @@ class SystemFactory:
             ModelLoadError: if there is no such LM.
         """
         own = self.model.config.base_lm
-        if own.quantization == "none" and self._lm in (None, own.name):
+        if self._lm is None and own.quantization == "none":
             return self.model.base_lm
         if self._lm is None and own.name.startswith("./"):
             raise ConfigError(

@@ -20,6 +20,7 @@ from eval.harness.paper_plan import (
     Step,
     StepRecord,
     TrainedModel,
+    argument,
     models_needed,
     models_to_train,
     read_records,
@@ -262,6 +263,13 @@ def paper_step(name: str) -> Step:
 )
 def test_a_step_names_the_models_that_it_loads(name: str, needed: set[str]) -> None:
     assert set(models_needed(paper_step(name))) == needed
+
+
+@pytest.mark.parametrize("name", PAPER)
+def test_baselines_start_from_the_models_own_lm_unless_it_is_in_4_bit(name: str) -> None:
+    """A second copy of a large LM costs gigabytes."""
+    lm = argument(paper_step(f"main_table-{name}-squad"), "--lm")
+    assert lm == (None if PAPER[name].base_lm.quantization == "none" else f"runs/{name}/tune_qa-squad/best")
 
 
 def test_a_model_that_no_recipe_trains_is_refused() -> None:

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from mac_rag.config import BaseLMConfig, Dtype, EncoderConfig, MACConfig, ModulationConfig, PromptFormat
 from mac_rag.errors import ConfigError, ModelLoadError, QuantizationError
@@ -26,7 +26,7 @@ from mac_rag.lm.gguf_files import check_gguf, load_gguf
 from mac_rag.lm.loading import INT8_LM, from_int8, load_backbone, load_causal_lm, require_gradients, to_int8
 from mac_rag.lm.lora_tuning import make_trainable
 from mac_rag.model import MACModel
-from tests.helpers import Folder, built, mac_config, reloaded
+from tests.helpers import VOCABULARY, Folder, built, mac_config, reloaded, save_tokenizer
 from tests.lm.helpers import save_gguf
 from tests.torture.mutations import copy
 
@@ -50,6 +50,14 @@ def test_a_4_bit_lm_answers_on_the_cpu(model_folder: Folder, name: str) -> None:
     assert lm.generate([[1, 30, 31], [1, 40]], None, max_new_tokens=3)
     linears, expected = (each.shape(ModulationConfig(kind="lora")).linears.keys() for each in (lm, whole))
     assert linears >= expected
+
+
+def test_a_4_bit_lm_may_have_a_width_of_no_whole_block(tmp_path: Path) -> None:
+    sizes = {"num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": VOCABULARY}
+    LlamaForCausalLM(LlamaConfig(hidden_size=64, intermediate_size=96, **sizes)).save_pretrained(tmp_path)
+    save_tokenizer(tmp_path, "$A")
+    lm = BaseLM.load(BaseLMConfig(name=str(tmp_path), quantization="nf4"), PromptFormat(), CPU)
+    assert len(lm.generate([[1, 30, 31]], None, max_new_tokens=2)) == 1
 
 
 def test_quantising_t5_freezes_its_encoder_and_trains_its_decoder(model_folder: Folder) -> None:
