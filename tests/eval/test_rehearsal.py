@@ -165,7 +165,7 @@ def test_tables_1_and_2_from_data_to_report(
     [
         "distilgpt2",
         # 17.3 GiB of weights, gradients and moments in fp32, at most; 35 GiB of files
-        pytest.param("gpt2-large", marks=pytest.mark.skipif(memory() < 19 << 30, reason="needs 19 GiB of free memory")),
+        pytest.param("gpt2-large", marks=pytest.mark.skipif(memory() < 20 << 30, reason="needs 20 GiB of free memory")),
     ],
     indirect=True,
 )
