@@ -10,12 +10,12 @@ import hashlib
 from collections.abc import Callable
 from pathlib import Path
 
-from filelock import FileLock
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from safetensors.torch import save as serialize
 from torch import nn
 
+from eval.harness.streams import locked
 from mac_rag.atomic_files import sync_folder, write_file
 from mac_rag.config import Config
 from mac_rag.data.types import QADataset
@@ -46,8 +46,7 @@ def load_or_train(network: nn.Module, folder: Path | None, name: str, train: Cal
         train()
         return
     path = folder / f"{name}.safetensors"
-    folder.mkdir(parents=True, exist_ok=True)
-    with FileLock(folder / f"{name}.lock"):
+    with locked(path):
         if not path.exists():
             train()
             weights = {name: weight.detach().cpu().contiguous() for name, weight in network.state_dict().items()}

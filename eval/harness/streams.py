@@ -125,6 +125,12 @@ def open_stream(
     return some_questions(dataset, questions, seed), source
 
 
+def locked(place: Path) -> FileLock:
+    """A lock for experiments that run side by side and make the same file or folder."""
+    place.parent.mkdir(parents=True, exist_ok=True)
+    return FileLock(place.with_name(f"{place.name}.lock"))
+
+
 def write_once(path: Path, make: Callable[[], QADataset]) -> None:
     """Writes a data set as CSV in the format of ArchivalQA, unless the file exists; the file is whole at any time.
 
@@ -133,7 +139,6 @@ def write_once(path: Path, make: Callable[[], QADataset]) -> None:
     """
     from mac_rag.data.archivalqa import write_archivalqa
 
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with FileLock(path.with_name(f"{path.name}.lock")):  # experiments run side by side
+    with locked(path):
         if not path.exists():
             write_archivalqa(make(), path)
