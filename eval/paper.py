@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from eval.harness.paper_plan import Step, StepRecord
     from eval.harness.results import Commit, Result
 
+_JOBS = 4  # steps of the tiny scale at once; each takes about a gigabyte
+
 
 def main(
     scale: Annotated[
@@ -48,7 +50,7 @@ def main(
         ),
     ] = False,
 ) -> None:
-    """Run every experiment of the paper, and make the report; the tiny scale runs a step on each CPU core at once.
+    """Run every experiment of the paper, and make the report. The tiny scale runs up to four at once.
 
     A step is not repeated if its result exists and comes from the same command, commit and model. An interrupted run
     therefore continues where it stopped. A step that fails is reported, and the other steps run.
@@ -63,7 +65,7 @@ def main(
         show_plan(planned, scale, data, output)
         return
     writable_folder(output, "--output")
-    records = run_steps(planned, output, jobs=cores() if scale == "tiny" else 1)
+    records = run_steps(planned, output, jobs=min(_JOBS, cores()) if scale == "tiny" else 1)
     failed = [record for record in records if record.status == "failed"]
     counts = {status: sum(record.status == status for record in records) for status in ("done", "failed", "not run")}
     say(", ".join(f"{count} {status}" for status, count in counts.items()))
