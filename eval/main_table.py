@@ -96,6 +96,7 @@ def main(
             not_run[method] = f"out of memory: {str(error).splitlines()[0]}"
             torch.cuda.empty_cache()
             continue
+        del system  # before another LM with gradients and moments is made
         rows.append(row.model_copy(update={"measures": {**row.measures, "adaptation_seconds": round(seconds, 3)}}))
         say(f"{row.name}: EM {100 * (row.em or 0):.1f} %, F1 {100 * (row.f1 or 0):.1f} %", err=True)
     report(

@@ -1,11 +1,13 @@
-"""Every experiment of the paper, one after another, and then the report: `python -m eval.paper --help`."""
+"""Every experiment of the paper, and then the report: `python -m eval.paper --help`."""
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -20,12 +22,15 @@ if TYPE_CHECKING:
     from eval.harness.paper_plan import Step, StepRecord
     from eval.harness.results import Commit, Result
 
+_JOBS = 4  # steps of the tiny scale at once; each takes about a gigabyte
+
 
 def main(
     scale: Annotated[
         Scale,
         typer.Option(
-            help="tiny runs on any machine in half an hour; paper needs GPUs, --data, and models of its recipes."
+            help="tiny runs on any machine, in a quarter of an hour on two cores; paper needs GPUs, --data, and models "
+            "of its recipes."
         ),
     ] = "tiny",
     data: Annotated[
@@ -45,7 +50,7 @@ def main(
         ),
     ] = False,
 ) -> None:
-    """Run every experiment of the paper, step by step, and make the report.
+    """Run every experiment of the paper, and make the report. The tiny scale runs up to four at once.
 
     A step is not repeated if its result exists and comes from the same command, commit and model. An interrupted run
     therefore continues where it stopped. A step that fails is reported, and the other steps run.
@@ -60,7 +65,7 @@ def main(
         show_plan(planned, scale, data, output)
         return
     writable_folder(output, "--output")
-    records = run_steps(planned, output)
+    records = run_steps(planned, output, jobs=min(_JOBS, cores()) if scale == "tiny" else 1)
     failed = [record for record in records if record.status == "failed"]
     counts = {status: sum(record.status == status for record in records) for status in ("done", "failed", "not run")}
     say(", ".join(f"{count} {status}" for status, count in counts.items()))
@@ -112,50 +117,65 @@ def show_plan(planned: Sequence[Step], scale: Scale, data: Path | None, output: 
         say(f"Most of it: {'; '.join(f'{name} {costs[name].hours:.0f} h' for name in most)}")
 
 
-def run_steps(planned: Sequence[Step], output: Path) -> list[StepRecord]:
-    """Runs steps in subprocesses, in order, each with a log beside its result in a folder that exists.
+def run_steps(planned: Sequence[Step], output: Path, jobs: int = 1) -> list[StepRecord]:
+    """Runs steps in subprocesses, each with a log beside its result in a folder that exists.
+
+    Args:
+        jobs: how many steps run side by side; they share the CPU's cores.
 
     Returns:
-        The outcome of each step. The folder's file of records is updated after every step.
+        The outcome of each step, in order. The folder's file of records is updated after every step.
     """
     from eval.harness.paper_plan import StepRecord, read_records, write_records
     from eval.harness.results import checkout
 
-    before = {record.name: record for record in read_records(output)}
+    records = {record.name: record for record in read_records(output)}
     commit = checkout()
     if commit is not None and commit.dirty:
         say("The checkout has uncommitted changes: finished steps are kept though the code may differ.")
-    records: list[StepRecord] = []
-    for number, step in enumerate(planned, 1):
+    environment = {"OMP_NUM_THREADS": str(max(1, cores() // jobs)), **os.environ}
+
+    def run(number: int, step: Step) -> StepRecord:
         head = f"[{number}/{len(planned)}] {step.name}"
         record = StepRecord(name=step.name, experiment=step.experiment, status="not run", reason=step.missing)
         if step.missing:
             say(f"{head}: not run: {step.missing}")
-        elif finished(step, output, commit):
-            record = record.model_copy(update={"status": "done"})
+            return record
+        if finished(step, output, commit):
             say(f"{head}: done before")
-        else:
-            say(head)
-            began = time.perf_counter()
-            reason = run_step(step, output)
-            minutes = (time.perf_counter() - began) / 60
-            record = record.model_copy(update={"status": "failed" if reason else "done", "reason": reason})
-            say(f"{' ' * len(head)}  {record.status} in {minutes:.1f} min{f': {reason}' if reason else ''}")
-        records.append(record)
-        rest = [before[later.name] for later in planned[number:] if later.name in before]
-        write_records(output, [*records, *rest])
-    return records
+            return record.model_copy(update={"status": "done"})
+        say(head)
+        began = time.perf_counter()
+        reason = run_step(step, output, environment)
+        minutes = (time.perf_counter() - began) / 60
+        record = record.model_copy(update={"status": "failed" if reason else "done", "reason": reason})
+        say(f"{head}: {record.status} in {minutes:.1f} min{f': {reason}' if reason else ''}")
+        return record
+
+    with ThreadPoolExecutor(jobs) as pool:
+        try:
+            for future in as_completed([pool.submit(run, *pair) for pair in enumerate(planned, 1)]):
+                records[future.result().name] = future.result()
+                write_records(output, [records[step.name] for step in planned if step.name in records])
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+    return [records[step.name] for step in planned]
 
 
-def run_step(step: Step, output: Path) -> str:
+def cores() -> int:
+    """The CPU cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def run_step(step: Step, output: Path, environment: Mapping[str, str]) -> str:
     """Runs one step, with a log of everything that it prints; returns why it failed, or ""."""
     log, result = output / f"{step.name}.log", step.result(output)
     # The result of an earlier run must not pass for the result of this one.
     before = result.stat().st_mtime_ns if result.exists() else None
     with log.open("w", encoding="utf-8") as file:
-        process = subprocess.run(
-            [sys.executable, "-m", *step.command(output)], stdin=subprocess.DEVNULL, stdout=file, stderr=file
-        )
+        command = [sys.executable, "-m", *step.command(output)]
+        process = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=file, stderr=file, env=environment)
     lines = [line.strip() for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
     if process.returncode:
         errors = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]

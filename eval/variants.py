@@ -75,7 +75,7 @@ def main(
     amortization: an encoder-decoder, an encoder and a decoder as the amortization network.
 
     quantization: a base LM in 4, 16 and 32 bit. 16 bit is mixed precision (bfloat16), 4 bit is NF4 by bitsandbytes.
-    Training in 4 bit needs a CUDA GPU; without one the result lists it as not run.
+    Training in 4 bit needs bitsandbytes; without it the result lists it as not run.
 
     Trained models stay beside the result, in variants/, and are not trained twice.
     """
@@ -146,13 +146,15 @@ def precisions(training: Training) -> tuple[list[Variant], dict[str, str]]:
     from mac_rag.lm.devices import default_device
     from mac_rag.lm.loading import require_gradients
 
-    changes, not_run = dict(PRECISIONS[training.scale]), {}
-    try:
-        require_gradients("nf4", default_device(None))
-    except QuantizationError as error:
-        not_run["4bit"] = str(error)
-        del changes["4bit"]
-    return [Variant(name, training.recipe("modulation", change)) for name, change in changes.items()], not_run
+    variants, not_run = [], {}
+    for name, change in PRECISIONS[training.scale].items():
+        try:
+            if name == "4bit":
+                require_gradients("nf4", default_device(None))
+            variants.append(Variant(name, training.recipe("modulation", change)))
+        except QuantizationError as error:
+            not_run[name] = str(error)
+    return variants, not_run
 
 
 def tiny_designs(model: str, runs: Path, seed: int) -> dict[str, dict[str, Any]]:

@@ -12,7 +12,7 @@ import json
 import math
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from pathlib import Path
@@ -65,11 +65,16 @@ class Trainer:
             torch.backends.cuda.enable_cudnn_sdp(False)
             torch.set_float32_matmul_precision("high")  # TF32 in the layers that a recipe keeps in fp32
         self._sharded: ShardedTask | None = None
+        self._compiled: Sequence[torch.nn.Module] = ()
         parallel = config.parallel if self.accelerator.num_processes > 1 else "ddp"
         if parallel == "fsdp":
             self._sharded = ShardedTask(task, self.accelerator, offload=config.offload)
             self.model: torch.nn.Module = task
         else:
+            if self.accelerator.device.type == "cuda":
+                self._compiled = task.networks_to_compile()
+            for network in self._compiled:
+                network.compile(dynamic=True)  # in place
             self.model = self.accelerator.prepare(task.to(self.accelerator.device))
         # After the sharding, which replaces the parameters.
         groups = task.parameter_groups() if self._sharded is None else self._sharded.parameter_groups()
@@ -214,7 +219,9 @@ class Trainer:
         with self._whole(self.accelerator.device) as whole:
             if whole:
                 self.task.eval()
-                with torch.no_grad():
+                # A cache that grows with each token of an answer would be compiled again and again.
+                eager = torch.compiler.set_stance("force_eager") if self._compiled else nullcontext()
+                with torch.no_grad(), eager:
                     figures = self.task.validate()
                 self._log("val", figures)
                 if self.config.best not in figures:

@@ -122,6 +122,10 @@ class Task(nn.Module, ABC):
         runs in `mac_rag.lm.batching.one_group`.
         """
 
+    def networks_to_compile(self) -> Sequence[nn.Module]:
+        """Networks that torch.compile turns into kernels of their own on a GPU, while the task trains."""
+        return ()
+
     @abstractmethod
     def validate(self) -> dict[str, float]:
         """Figures on held-out data."""

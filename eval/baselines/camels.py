@@ -238,9 +238,7 @@ def trained_network(
     """
     network = new_network(proxy, seed=seed)
     key = weights_cache.key("camels", proxy.model, dataset, config, seed)
-    if not weights_cache.load(network, folder, key):
-        meta_train(network, proxy, dataset, config, seed=seed)
-        weights_cache.save(network, folder, key)
+    weights_cache.load_or_train(network, folder, key, lambda: meta_train(network, proxy, dataset, config, seed=seed))
     return network.eval().requires_grad_(False)
 
 

@@ -304,9 +304,7 @@ def trained_ccm(
         torch.manual_seed(seed)
         ccm = CCM(base_lm, tokens=config.tokens, encoder=config.encoder)
     key = weights_cache.key("ccm", base_lm.model, dataset, config, seed)
-    if not weights_cache.load(ccm, folder, key):
-        train(ccm, base_lm, dataset, config, seed=seed)
-        weights_cache.save(ccm, folder, key)
+    weights_cache.load_or_train(ccm, folder, key, lambda: train(ccm, base_lm, dataset, config, seed=seed))
     return ccm.eval().requires_grad_(False)
 
 

@@ -227,4 +227,5 @@ def search_learning_rate(
         system.adapt(documents)
         answers = system.answer([question.question for question in questions])
         f1_by_rate[rate] = mean_scores(answers, questions)["f1"]
+        del system  # before another LM with gradients and moments is made
     return max(f1_by_rate, key=lambda rate: f1_by_rate[rate]), f1_by_rate

@@ -7,14 +7,15 @@ name, so an outdated network is never loaded.
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
 from pathlib import Path
 
-from filelock import FileLock
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from safetensors.torch import save as serialize
 from torch import nn
 
+from eval.harness.streams import locked
 from mac_rag.atomic_files import sync_folder, write_file
 from mac_rag.config import Config
 from mac_rag.data.types import QADataset
@@ -33,24 +34,26 @@ def key(kind: str, lm: nn.Module, dataset: QADataset, config: Config, seed: int)
     return f"{kind}-{digest.hexdigest()[:16]}"
 
 
-def load(network: nn.Module, folder: Path | None, name: str) -> bool:
-    """Loads the weights of a network from a folder; returns False if the folder does not hold it."""
-    if folder is None or not (path := folder / f"{name}.safetensors").exists():
-        return False
+def load_or_train(network: nn.Module, folder: Path | None, name: str, train: Callable[[], object]) -> None:
+    """Loads the weights of a network from a folder; if that does not hold them, trains it, and writes them there.
+
+    An experiment waits for another that trains the same network. None for the folder always trains.
+
+    Raises:
+        ModelLoadError: if the file is damaged.
+    """
+    if folder is None:
+        train()
+        return
+    path = folder / f"{name}.safetensors"
+    with locked(path):
+        if not path.exists():
+            train()
+            weights = {name: weight.detach().cpu().contiguous() for name, weight in network.state_dict().items()}
+            write_file(path, [serialize(weights)])
+            sync_folder(folder)
+            return
     try:
         network.load_state_dict(load_file(path))
     except (OSError, SafetensorError, RuntimeError) as error:
         raise ModelLoadError(f"{path} is damaged, delete it to train again: {error}") from None
-    return True
-
-
-def save(network: nn.Module, folder: Path | None, name: str) -> None:
-    """Writes the weights of a network into a folder; None writes nothing. The file is whole at any time."""
-    if folder is None:
-        return
-    folder.mkdir(parents=True, exist_ok=True)
-    weights = {name: weight.detach().cpu().contiguous() for name, weight in network.state_dict().items()}
-    # Two experiments that run side by side may train the same network, and must not write one file at once.
-    with FileLock(folder.with_name(f"{folder.name}.lock")):
-        write_file(folder / f"{name}.safetensors", [serialize(weights)])
-        sync_folder(folder)

@@ -300,9 +300,10 @@ _LARGE = ("--methods", "zero-shot,few-shot,retriever,uniform,salient-spans,ccm,m
 
 
 def _own_model(plan: Plan, dataset: str, name: str | None) -> tuple[str, ...]:
-    """Arguments that name the model that is trained on a data set, and the LM of its baselines."""
+    """Arguments that name the model trained on a data set, and the LM of its baselines if its own is in 4 bit."""
     setup = SCALES["paper"].get(plan.experiment, Setup(LARGEST, 0))
-    lm = () if setup.lm is None else ("--lm", trained_on(setup.lm, dataset, name))
+    whole = name is not None and PAPER[name].base_lm.quantization == "none"
+    lm = () if setup.lm is None or whole else ("--lm", trained_on(setup.lm, dataset, name))
     return ("--model", trained_on(setup.model, dataset, name), *lm)
 
 
@@ -313,7 +314,8 @@ def models_needed(step: Step) -> list[str]:
         ConfigError: for a preset that does not exist, or a model that no recipe trains.
     """
     setup = SCALES["paper"].get(step.experiment, Setup(LARGEST, 0))
-    name, lm = argument(step, "--model") or setup.model, argument(step, "--lm") or setup.lm
+    own = argument(step, "--model")
+    name, lm = own or setup.model, argument(step, "--lm") or (setup.lm if own is None else None)
     paths = []
     if name in PRESETS:
         tuned = tuned_lm(name, Path(argument(step, "--data") or "").name)

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from filelock import FileLock
 
 from eval.harness.command import MODEL_HELP, NEWSWIRE_DOCUMENTS, generated
 from eval.harness.scales import Protocol, Scale
@@ -124,6 +125,12 @@ def open_stream(
     return some_questions(dataset, questions, seed), source
 
 
+def locked(place: Path) -> FileLock:
+    """A lock for experiments that run side by side and make the same file or folder."""
+    place.parent.mkdir(parents=True, exist_ok=True)
+    return FileLock(place.with_name(f"{place.name}.lock"))
+
+
 def write_once(path: Path, make: Callable[[], QADataset]) -> None:
     """Writes a data set as CSV in the format of ArchivalQA, unless the file exists; the file is whole at any time.
 
@@ -132,7 +139,6 @@ def write_once(path: Path, make: Callable[[], QADataset]) -> None:
     """
     from mac_rag.data.archivalqa import write_archivalqa
 
-    if path.exists():
-        return
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_archivalqa(make(), path)
+    with locked(path):
+        if not path.exists():
+            write_archivalqa(make(), path)

@@ -17,14 +17,13 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from filelock import FileLock
 
 from eval.harness.command import report
 from eval.harness.paper_plan import tuned_lm
 from eval.harness.protocol import samples
 from eval.harness.results import Row, Verdict, published_lm
 from eval.harness.scales import Protocol, Scale, Setup
-from eval.harness.streams import named_data, open_stream, write_once
+from eval.harness.streams import locked, named_data, open_stream, write_once
 from eval.harness.systems import MACSystem, ask
 from mac_rag.atomic_files import write_folder
 from mac_rag.cli.terminal import say
@@ -177,7 +176,7 @@ def grafted(config: MACConfig, trained: Path, fresh: Part | None, folder: Path, 
         folder: folder of such checkpoints.
     """
     place = folder / _digest(config.model_dump_json(), str(trained.resolve()), str(fresh), str(seed))
-    with _locked(place):
+    with locked(place):
         if not place.exists():
             torch.manual_seed(seed)
             model = AmortizedModel.from_config(config, device="cpu")
@@ -198,7 +197,7 @@ def trained(recipe: TrainConfig, runs: Path) -> AmortizedModel:
         QuantizationError: if this machine cannot train the model.
     """
     place = runs / _digest(recipe.model_dump_json())
-    with _locked(place):
+    with locked(place):
         if not (place / "last").exists():
             keep_recipe(recipe, place)
             Trainer(TrainTask(recipe), recipe.trainer, place).run()
@@ -294,9 +293,3 @@ def answer_loss(model: AmortizedModel, engine: MACEngine, dataset: QADataset, ba
 
 def _digest(*texts: str) -> str:
     return hashlib.sha256("\n".join(texts).encode()).hexdigest()[:12]
-
-
-def _locked(place: Path) -> FileLock:
-    """A lock for experiments that run side by side and share a training."""
-    place.parent.mkdir(parents=True, exist_ok=True)
-    return FileLock(place.with_name(f"{place.name}.lock"))

@@ -332,13 +332,30 @@ def require_gradients(quantization: Quantization, device: torch.device) -> None:
     """Refuses training through quantised weights on a device where their gradients would be wrong.
 
     Raises:
-        QuantizationError: on any device but a CUDA GPU; bitsandbytes' CPU kernels have no correct backward pass.
+        QuantizationError: for int8 on any device but a CUDA GPU, for nf4 on one that is no CPU either; bitsandbytes has
+            no correct backward pass there.
     """
-    if quantization != "none" and device.type != "cuda":
+    if quantization != "none" and device.type not in ("cuda", *(("cpu",) if quantization == "nf4" else ())):
         raise QuantizationError(
             f"training through {quantization} weights needs a CUDA GPU (here: {device.type}); "
             "gradients through bitsandbytes layers are wrong or missing elsewhere. Set quantization: none"
         )
+
+
+def keep_gradients(network: nn.Module, every: bool = True) -> None:
+    """Lets gradients pass through the NF4 weights of a network on a CPU.
+
+    On a CPU with AVX-512 for bf16, bitsandbytes packs them anew when they are first used without gradients, for a
+    kernel that has no backward pass, and that fails on rows that are no multiple of its blocks.
+
+    Args:
+        every: False for the layers with such rows alone.
+    """
+    for layer in network.modules():
+        packs: Any = layer if getattr(layer, "support_avx512bf16_for_cpu", False) else None
+        if packs is not None and (every or packs.in_features % packs.weight.blocksize):
+            packs.state_dict()  # brings packed weights back
+            packs.support_avx512bf16_for_cpu = False
 
 
 def _backbone_class(config: EncoderConfig, architecture: Any) -> Any:
@@ -372,7 +389,10 @@ def _options(
 
 
 def _placed(model: nn.Module, quantization: Quantization, device: torch.device) -> nn.Module:
-    return model if quantization != "none" else model.to(device)
+    if quantization == "none":
+        return model.to(device)
+    keep_gradients(model, every=False)
+    return model
 
 
 def loaded(what: str, place: str, loader: Callable[..., Any], **options: Any) -> Any:

@@ -8,6 +8,7 @@ from typing import Any
 from transformers.pytorch_utils import Conv1D
 
 from mac_rag.errors import ConfigError
+from mac_rag.lm.loading import keep_gradients
 from mac_rag.nn.dtypes import use_master_weights
 
 
@@ -26,6 +27,7 @@ def make_trainable(lm: Any, lora_rank: int | None, *, merging: bool = True) -> N
     """
     if getattr(lm, "is_quantized", False) and (merging or lora_rank is None):
         raise ConfigError("a quantised base LM stays frozen; set base_lm.quantization: none to train it")
+    keep_gradients(lm)
     lm.requires_grad_(lora_rank is None)
     if lora_rank is None:
         use_master_weights(lm)

@@ -20,6 +20,7 @@ from mac_rag.lm.attention_sink import sink_keys_values
 from mac_rag.lm.base_lm import BaseLM
 from mac_rag.lm.batching import length_buckets
 from mac_rag.lm.devices import DeviceMap, require_weights
+from mac_rag.lm.loading import keep_gradients
 from mac_rag.lm.lora_tuning import make_trainable
 from mac_rag.model import checkpoint
 from mac_rag.model.base import BATCH_TOKENS, MACModel, ModelConfig, Phi, log_odds_of_answering
@@ -179,6 +180,7 @@ class AmortizedModel(MACModel, kind=checkpoint.AMORTIZED, config_class=MACConfig
         """
         if mode:
             require_weights(self.base_lm.model, "training")
+            keep_gradients(self)
         super().train(mode)
         if not self.base_lm_trained:
             self.base_lm.eval()

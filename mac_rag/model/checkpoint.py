@@ -322,8 +322,10 @@ def _save_base_lm(base_lm: BaseLM, folder: Path, dtype: torch.dtype | None) -> N
         save_file(_stored(dict(lm.named_parameters()), dtype), folder / INT8_LM, metadata={"format": "pt"})
         return
     state = {name: tensor if dtype is None else tensor.to(dtype) for name, tensor in lm.state_dict().items()}
+    # transformers cannot bring weights back into the form that it read them in if that was NF4's already.
+    read_quantised = getattr(getattr(lm, "hf_quantizer", None), "pre_quantized", False)
     with quiet():
-        lm.save_pretrained(folder, state_dict=state)
+        lm.save_pretrained(folder, state_dict=state, save_original_format=not read_quantised)
 
 
 def _stored(state: Mapping[str, Tensor], dtype: torch.dtype | None) -> dict[str, Tensor]:

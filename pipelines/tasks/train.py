@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from mac_rag.config import BaseLMConfig, MACConfig
 from mac_rag.data.characters import shown_id
@@ -21,6 +21,7 @@ from mac_rag.lm.devices import STORED_DTYPES
 from mac_rag.lm.loading import require_gradients
 from mac_rag.model import AmortizedModel
 from mac_rag.nn.memory_tokens import MemoryTokens
+from mac_rag.nn.modulation import has_limited_layers
 from pipelines.corpora.long_documents import within_limits
 from pipelines.corpora.qa_data import ContextMiner, DataConfig, retrieved
 from pipelines.corpora.title_groups import drawn, title_groups
@@ -186,6 +187,13 @@ class TrainTask(Task):
             self.negatives = self.negatives.index_copy(0, places.to(newest.device), newest)
             self.negatives_seen += len(newest)
         return terms
+
+    def networks_to_compile(self) -> list[nn.Module]:
+        """LM and encoders, unless hooks change the LM: torch.compile does not see that hooks were replaced."""
+        lm, modulation = self.model.base_lm.model, self.model.config.modulation
+        if self.config.trainer.gradient_checkpointing or modulation.kind != "prefix" or has_limited_layers(lm.config):
+            return []
+        return [lm.base_model, self.model.amortization.network, self.model.input_encoder.network]
 
     def validate(self) -> dict[str, float]:
         """EM and F1 on the held-out stream, from memory alone and with retrieved documents, if any; and the losses.

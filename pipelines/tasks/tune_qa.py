@@ -10,7 +10,7 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 from pydantic import Field, model_validator
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 
 from mac_rag.config import BaseLMConfig, Config, PromptFormat
@@ -210,6 +210,10 @@ class TuneTask(Task):
             logits = self.lm(input_ids=ids, attention_mask=mask).logits[:, :-1].flatten(0, 1).float()
             loss = loss + functional.cross_entropy(logits, labels[:, 1:].flatten(), ignore_index=-100, reduction="sum")
         return {"loss": loss / sum(label != -100 for sequence in batch for label in sequence.labels[1:])}
+
+    def networks_to_compile(self) -> list[nn.Module]:
+        """The LM, if it is a causal one whose layers run once."""
+        return [] if self._segmented or self.config.trainer.gradient_checkpointing else [self.lm.base_model]
 
     @cached_property
     def _base_lm(self) -> BaseLM:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import re
+import threading
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from eval.harness.paper_plan import (
     Step,
     StepRecord,
     TrainedModel,
+    argument,
     models_needed,
     models_to_train,
     read_records,
@@ -56,7 +58,7 @@ class TestRun:
             Step("elsewhere", "ood", (), missing="no folder squad in --data"),
             on(tiny_checkpoint),
         ]
-        records = run_steps(planned, tmp_path)
+        records = run_steps(planned, tmp_path, jobs=2)
         assert [(record.name, record.status) for record in records] == [
             ("lost", "failed"),
             ("elsewhere", "not run"),
@@ -74,6 +76,12 @@ class TestRun:
         assert again[1] == records[2]
         assert (tmp_path / "bank_size.json").stat().st_mtime_ns == written
         assert "[2/2] bank_size: done before" in capsys.readouterr().out
+
+    def test_steps_run_side_by_side(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        both = threading.Barrier(2, timeout=30)
+        monkeypatch.setattr("eval.paper.run_step", lambda step, *_: f"{step.name} is {bool(both.wait() < 2)}")
+        planned = [Step(name, "bank_size", ()) for name in ("one", "two")]
+        assert [record.reason for record in run_steps(planned, tmp_path, jobs=2)] == ["one is True", "two is True"]
 
     def test_results_of_others_do_not_count(self, tiny_checkpoint: Path, tiny_model: MACModel, tmp_path: Path) -> None:
         step, commit = on(tiny_checkpoint), checkout()
@@ -255,6 +263,13 @@ def paper_step(name: str) -> Step:
 )
 def test_a_step_names_the_models_that_it_loads(name: str, needed: set[str]) -> None:
     assert set(models_needed(paper_step(name))) == needed
+
+
+@pytest.mark.parametrize("name", PAPER)
+def test_baselines_start_from_the_models_own_lm_unless_it_is_in_4_bit(name: str) -> None:
+    """A second copy of a large LM costs gigabytes."""
+    lm = argument(paper_step(f"main_table-{name}-squad"), "--lm")
+    assert lm == (None if PAPER[name].base_lm.quantization == "none" else f"runs/{name}/tune_qa-squad/best")
 
 
 def test_a_model_that_no_recipe_trains_is_refused() -> None:

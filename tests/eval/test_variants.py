@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -48,13 +49,22 @@ def test_each_modulation_is_trained_once(evaluate: Evaluate, monkeypatch: pytest
     assert [row.measures["answer_loss"] for row in evaluate("variants", "peft", *SMALL).result.rows] == losses
 
 
-def test_quantization_lists_4_bit_as_not_run_without_a_gpu(evaluate: Evaluate) -> None:
+def test_quantization_lists_4_bit_as_not_run_without_bitsandbytes(
+    evaluate: Evaluate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "bitsandbytes", None)
     result, _, _, shown = evaluate("variants", "quantization", *SMALL)
-    expected = ["32bit", "16bit"] + ["4bit"] * torch.cuda.is_available()
-    assert [row.settings["method"] for row in result.rows] == expected
-    if not torch.cuda.is_available():
-        assert "needs a CUDA GPU" in result.not_run["4bit"]
-        assert "Not run: 4bit" in shown
+    assert [row.settings["method"] for row in result.rows] == ["32bit", "16bit"]
+    assert "needs bitsandbytes" in result.not_run["4bit"]
+    assert "Not run: 4bit" in shown
+
+
+@pytest.mark.slow
+def test_each_precision_is_trained(evaluate: Evaluate) -> None:
+    result = evaluate("variants", "quantization", *SMALL).result
+    assert [row.settings["method"] for row in result.rows] == ["32bit", "16bit", "4bit"]
+    assert not result.not_run
+    assert len({row.measures["answer_loss"] for row in result.rows}) == 3
 
 
 @pytest.mark.slow

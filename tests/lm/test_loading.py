@@ -5,6 +5,7 @@ from __future__ import annotations
 import struct
 import sys
 import warnings
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from mac_rag.config import BaseLMConfig, Dtype, EncoderConfig, MACConfig, ModulationConfig, PromptFormat
 from mac_rag.errors import ConfigError, ModelLoadError, QuantizationError
@@ -25,7 +26,7 @@ from mac_rag.lm.gguf_files import check_gguf, load_gguf
 from mac_rag.lm.loading import INT8_LM, from_int8, load_backbone, load_causal_lm, require_gradients, to_int8
 from mac_rag.lm.lora_tuning import make_trainable
 from mac_rag.model import MACModel
-from tests.helpers import Folder, built, mac_config, reloaded
+from tests.helpers import VOCABULARY, Folder, built, mac_config, reloaded, save_tokenizer
 from tests.lm.helpers import save_gguf
 from tests.torture.mutations import copy
 
@@ -51,6 +52,14 @@ def test_a_4_bit_lm_answers_on_the_cpu(model_folder: Folder, name: str) -> None:
     assert linears >= expected
 
 
+def test_a_4_bit_lm_may_have_a_width_of_no_whole_block(tmp_path: Path) -> None:
+    sizes = {"num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": VOCABULARY}
+    LlamaForCausalLM(LlamaConfig(hidden_size=64, intermediate_size=96, **sizes)).save_pretrained(tmp_path)
+    save_tokenizer(tmp_path, "$A")
+    lm = BaseLM.load(BaseLMConfig(name=str(tmp_path), quantization="nf4"), PromptFormat(), CPU)
+    assert len(lm.generate([[1, 30, 31]], None, max_new_tokens=2)) == 1
+
+
 def test_quantising_t5_freezes_its_encoder_and_trains_its_decoder(model_folder: Folder) -> None:
     config = EncoderConfig(name=str(model_folder("t5")), quantization="nf4")
     backbone = load_backbone(config, CPU)
@@ -73,15 +82,34 @@ def test_a_quantised_model_comes_back_from_its_checkpoint(model_folder: Folder, 
     torch.testing.assert_close(again.amortize(["A text.", "Another."]), model.amortize(["A text.", "Another."]))
 
 
-def test_gradients_through_quantised_weights_are_refused_on_the_cpu(model_folder: Folder) -> None:
-    require_gradients("none", CPU)
-    require_gradients("nf4", torch.device("cuda"))
-    for quantization in ("nf4", "int8"):
-        with pytest.raises(QuantizationError, match=rf"{quantization}.*cpu"):
-            require_gradients(quantization, CPU)  # type: ignore[arg-type]
+def test_gradients_through_int8_weights_are_refused_on_the_cpu(model_folder: Folder) -> None:
+    for quantization, device in (("none", "cpu"), ("nf4", "cpu"), ("nf4", "cuda"), ("int8", "cuda")):
+        require_gradients(quantization, torch.device(device))  # type: ignore[arg-type]
+    for quantization, device in (("int8", "cpu"), ("nf4", "mps")):
+        with pytest.raises(QuantizationError, match=rf"{quantization}.*{device}"):
+            require_gradients(quantization, torch.device(device))  # type: ignore[arg-type]
     lm, _ = load_causal_lm(BaseLMConfig(name=str(model_folder("llama")), quantization="nf4"), CPU)
     with pytest.raises(ConfigError, match="stays frozen"):
         make_trainable(lm, None)
+
+
+def test_gradients_through_nf4_weights_are_those_of_the_same_weights_in_32_bit(model_folder: Folder) -> None:
+    """QLoRA on a CPU, whose weights may be packed for answering when training begins."""
+    lm, _ = load_causal_lm(BaseLMConfig(name=str(model_folder("llama")), quantization="nf4"), CPU)
+    whole, ids = deepcopy(lm).dequantize(), torch.tensor([[1, 30, 31, 32]])
+    with torch.no_grad():
+        lm.eval()(input_ids=ids)  # packs the weights, if the CPU has instructions for it
+    gradients = []
+    for each in (lm, whole):
+        torch.manual_seed(0)
+        make_trainable(each, 2, merging=False)
+        updates = {name: weight for name, weight in each.eval().named_parameters() if weight.requires_grad}
+        for weight in updates.values():  # one of the two matrices starts at zero
+            torch.nn.init.normal_(weight, std=0.1)
+        each(input_ids=ids, labels=ids).loss.backward()
+        gradients.append({name: weight.grad for name, weight in updates.items()})
+    for name, expected in gradients[1].items():  # packing rounds the scales of the weights to bf16
+        assert (gradients[0][name] - expected).abs().max() < 0.02 * expected.abs().max(), name
 
 
 def test_lora_without_a_target(model_folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:

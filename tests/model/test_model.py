@@ -411,6 +411,8 @@ def test_encoders_start_from_the_first_layers_unquantised(model_folder: Folder, 
     assert loaded.config.base_lm.quantization == "nf4"
     text = ["Ada Voss was appointed."]
     torch.testing.assert_close(loaded.amortize(text), model.amortize(text), rtol=0, atol=0.1)
+    again = reloaded(loaded, tmp_path / "again")  # as a training that starts from it stores it
+    assert again.answer_digest == loaded.answer_digest
 
 
 def test_no_more_layers_start_than_there_are(model_folder: Folder) -> None:

@@ -246,9 +246,9 @@ def test_an_lm_learns_to_abstain_where_nothing_in_front_answers(model_folder: Fo
     assert abstained == ({True, False} if gold_rate else {True})
 
 
-def test_training_through_quantised_weights_needs_a_gpu(model_folder: Folder) -> None:
+def test_training_through_int8_weights_needs_a_gpu(model_folder: Folder) -> None:
     recipe = train_recipe(model_folder)
-    base_lm = recipe.model.base_lm.model_copy(update={"quantization": "nf4"})
+    base_lm = recipe.model.base_lm.model_copy(update={"quantization": "int8"})
     encoder = recipe.model.amortization
     model = recipe.model.model_copy(update={"base_lm": base_lm, "input_encoder": encoder})
     with pytest.raises(QuantizationError, match="CUDA GPU"):

@@ -127,13 +127,13 @@ def test_a_trained_network_is_cached_by_its_recipe(tiny_model: MACModel, tmp_pat
         return CamelsWeights(trained_network(tiny_model.base_lm, STREAM, config, folder=tmp_path))
 
     first = make(CONFIG)
-    [file] = tmp_path.iterdir()
+    [file] = tmp_path.glob("*.safetensors")
     written = file.stat().st_mtime_ns
     passage = next(passages(tiny_model.base_lm.prompts, STREAM.documents[0].text, 1024))
     assert torch.equal(make(CONFIG).weights(passage), first.weights(passage))
     assert file.stat().st_mtime_ns == written
     make(CONFIG.model_copy(update={"steps": 1}))
-    assert len(list(tmp_path.iterdir())) == 2
+    assert len(list(tmp_path.glob("*.safetensors"))) == 2
     file.write_bytes(b"nothing of the kind")
     with pytest.raises(ModelLoadError, match=r"is damaged, delete it"):
         make(CONFIG)

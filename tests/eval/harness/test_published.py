@@ -9,14 +9,18 @@ from typing import Any
 import pytest
 import torch
 
-from eval.harness.published import cut, departures, scores, searched, shuffled_choice, with_memory
+from eval.harness.protocol import run_protocol
+from eval.harness.published import departures, scores, searched, shuffled_choice, with_memory
 from eval.harness.results import Data, Row, published_lm
+from eval.harness.scales import Protocol
+from eval.harness.systems import MACSystem
 from eval.report.catalogue import CATALOGUE
 from eval.report.collect import ResultFile
 from eval.report.summary import about
 from eval.report.tables import table
 from mac_rag.data.newswire.generate import generate
 from mac_rag.data.types import Document, QADataset, Question
+from mac_rag.engine import MACEngine
 from mac_rag.model import MACModel
 from pipelines.sizes import architecture
 from tests.eval.helpers import Command, Evaluate, result
@@ -116,11 +120,18 @@ def test_a_choice_is_shuffled_and_keeps_articles_together() -> None:
     assert [d.id for d in alone.documents[:3]] != [d.id for d in documents[:3]]
 
 
-def test_documents_are_cut_at_the_limit(tiny_model: MACModel) -> None:
-    long = Document("d", " ".join(["storm"] * 2000))
-    [short] = cut(tiny_model, [long])
-    assert len(tiny_model.amortization.split(short.text)) == 1 < len(tiny_model.amortization.split(long.text))
-    assert long.text.startswith(short.text)
+@pytest.mark.parametrize("protocol", ["strict", "published"])
+def test_a_long_article_is_cut_under_the_published_protocol_alone(tiny_model: MACModel, protocol: Protocol) -> None:
+    """The bank then has the memory of its beginning, in a comparison as in a benchmark; else that of all of it."""
+    long = Document("d", " ".join(f"storm {number}" for number in range(900)))
+    chunks = tiny_model.amortization.split(long.text)
+    assert len(chunks) > 1
+    system, engine = MACSystem(tiny_model, protocol=protocol), MACEngine(tiny_model)
+    system.adapt([long])
+    run_protocol(engine, QADataset("own", "test", (long,), (Question("q", "Storm?", ("no",), "d"),)), protocol=protocol)
+    expected = tiny_model.amortize(chunks[:1] if protocol == "published" else chunks)
+    for bank in (system.engine.bank, engine.bank):
+        torch.testing.assert_close(bank.phi.to(expected.dtype), expected, rtol=0, atol=0.02)
 
 
 def test_the_published_protocol_of_a_benchmark(evaluate: Evaluate, tiny_checkpoint: Path) -> None:
