@@ -220,7 +220,7 @@ class Trainer:
                 if self.config.best not in figures:
                     raise ConfigError(f"trainer.best names {self.config.best!r}; validation gives {sorted(figures)}")
                 value = figures[self.config.best]
-                sign = 1 if self.config.best_mode == "max" else -1
+                sign = -1 if self.config.best_is_lowest else 1
                 if self.best is None or math.isnan(self.best) or sign * value > sign * self.best:
                     self.best = value
                     self._export("best")

@@ -17,6 +17,8 @@ from mac_rag.config import Config
 from mac_rag.lm.devices import default_device
 from pipelines.checkpoints import require_same_shapes
 
+_LOWER_IS_BETTER = ("loss", "perplexity", "error")  # how such figures of validations begin
+
 
 class TrainerConfig(Config):
     """Length, speed and intervals of a training; every pipeline's YAML has these under `trainer:`.
@@ -33,8 +35,8 @@ class TrainerConfig(Config):
         clip: largest gradient norm; longer gradients are scaled down.
         precision: `fp32`, or `bf16` for mixed precision.
         validate_every, save_every, log_every: intervals in steps.
-        best: name of the validation figure that chooses the best checkpoint.
-        best_mode: `max` if a higher figure is better, `min` if a lower one is.
+        best: name of the validation figure that chooses the best checkpoint: the highest one or, of losses, perplexity
+            and errors, the lowest.
         cpu: True to train on the CPU even if there is a GPU.
         parallel: the share of each of several processes: the whole model (`ddp`), or a part of its parameters,
             gradients and optimiser state (`fsdp`). One process trains as it does with `ddp`.
@@ -60,7 +62,6 @@ class TrainerConfig(Config):
     save_every: int = Field(500, ge=1)
     log_every: int = Field(25, ge=1)
     best: str = "em"
-    best_mode: Literal["max", "min"] = "max"
     cpu: bool = False
     parallel: Literal["ddp", "fsdp"] = "ddp"
     offload: bool = False
@@ -73,6 +74,11 @@ class TrainerConfig(Config):
         if self.offload and self.parallel != "fsdp":
             raise ValueError(f"offload is true, but parallel is {self.parallel}; set parallel: fsdp")
         return self
+
+    @property
+    def best_is_lowest(self) -> bool:
+        """True if a lower figure of `best` is better."""
+        return self.best.startswith(_LOWER_IS_BETTER)
 
     @property
     def device(self) -> torch.device:

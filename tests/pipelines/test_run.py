@@ -48,7 +48,7 @@ stages:
       max_new_tokens: 4
       aggregation: {blocks: 1, heads: 2, head_width: 8}
     data: *data
-    trainer: &mac_trainer {<<: *trainer, best: loss, best_mode: min}
+    trainer: &mac_trainer {<<: *trainer, best: loss}
   more:
     task: train
     start_from: ${stages.start}/last

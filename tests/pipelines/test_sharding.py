@@ -66,8 +66,8 @@ def modulated(**modulation: Any) -> dict[str, Any]:
         ("tune_qa", {}),
         ("tune_qa", {"tune": "lora"}),
         # Without a codec: fitted again at each validation, it turns rounding into other codes.
-        ("tune_reading", {"codec": None}),
-        ("tune_reading", {"codec": None, "distillation": 0.5, "trainer": {"accumulate": 2}}),
+        ("tune_reading", {"compression": None}),
+        ("tune_reading", {"compression": None, "distillation": 0.5, "trainer": {"accumulate": 2}}),
         ("train", {"trainer": {"accumulate": 2}}),
         ("train", {"tune_base_lm": "lora", "trainer": {"offload": True, "gradient_checkpointing": True}}),
         ("train", {**modulated(kind="lora"), "tune_base_lm": "full", "trainer": {"gradient_checkpointing": True}}),
