@@ -65,9 +65,8 @@ class Trainer:
             torch.backends.cuda.enable_cudnn_sdp(False)
             torch.set_float32_matmul_precision("high")  # TF32 in the layers that a recipe keeps in fp32
         self._sharded: ShardedTask | None = None
-        parallel = config.parallel if self.accelerator.num_processes > 1 else "ddp"
-        if parallel == "fsdp":
-            self._sharded = ShardedTask(task, self.accelerator, offload=config.offload)
+        if config.in_parts and self.accelerator.num_processes > 1:
+            self._sharded = ShardedTask(task, self.accelerator, offload=config.parallel == "fsdp-offload")
             self.model: torch.nn.Module = task
         else:
             self.model = self.accelerator.prepare(task.to(self.accelerator.device))
@@ -99,19 +98,13 @@ class Trainer:
         config, main = self.config, self.accelerator.is_main_process
         self.accelerator.init_trackers("tensorboard", config={})
         figures: dict[str, float] = {}
-        seconds, timed = 0.0, 0
         with progress_bar(self._label, config.steps, done=self.step, disable=not main) as bar:
             while self.step < config.steps:
                 began = time.perf_counter()
                 scalars = self._optimiser_step()
                 self.step += 1
-                seconds += time.perf_counter() - began
-                timed += 1
-                if self.step % config.log_every == 0 or self.step == config.steps:
-                    scalars["seconds_per_step"] = seconds / timed
-                    seconds, timed = 0.0, 0
-                    self._log("train", scalars)
-                    bar.note(f"loss {scalars['loss']:.4f}  rate {scalars['rate']:.2e}")
+                self._log("train", {**scalars, "seconds": time.perf_counter() - began})
+                bar.note(f"loss {scalars['loss']:.4f}  rate {scalars['rate']:.2e}")
                 bar.advance()
                 last = self.step == config.steps
                 if self._weight_mean is not None:
@@ -157,7 +150,7 @@ class Trainer:
             torch.manual_seed(mixed(config.seed, self.step, micro))
             batch = self.task.batch(self.step, micro, config.batch_size)
             with self._synchronise(last=index == config.accumulate - 1):
-                with accelerator.autocast(), one_group() if config.parallel == "fsdp" else nullcontext():
+                with accelerator.autocast(), one_group() if config.in_parts else nullcontext():
                     scalars = self.model(batch)
                 accelerator.backward(scalars["loss"] / config.accumulate)
             for name, value in scalars.items():

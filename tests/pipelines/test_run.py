@@ -25,7 +25,7 @@ MINIATURE = """
 shared:
   data: &data {name: newswire, documents: 40, validation_documents: 6}
   trainer: &trainer
-    {steps: 4, batch_size: 3, learning_rate: 1.0e-3, validate_every: 2, save_every: 2, log_every: 1, cpu: true}
+    {steps: 4, batch_size: 3, learning_rate: 1.0e-3, validate_every: 2, save_every: 2, cpu: true}
 stages:
   lm:
     task: pretrain

@@ -42,7 +42,7 @@ def recipe(model_folder: Folder, **values: Any) -> TuneReadingConfig:
         "lora_rank": 2,
         "validation_questions": 4,
         "trainer": {
-            "steps": 4, "batch_size": 1, "learning_rate": 0.01, "validate_every": 2, "save_every": 1, "log_every": 1,
+            "steps": 4, "batch_size": 1, "learning_rate": 0.01, "validate_every": 2, "save_every": 1,
             "best": "f1_right",
         },
     }  # fmt: skip

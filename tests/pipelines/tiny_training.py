@@ -48,7 +48,7 @@ _RECIPES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
 }
 _TRAINER = {
     "steps": 20, "batch_size": 2, "learning_rate": 1e-3, "weight_decay": 0.1, "clip": 0.5, "validate_every": 10,
-    "save_every": 6, "log_every": 1, "best": "loss", "cpu": True,
+    "save_every": 6, "best": "loss", "cpu": True,
 }  # fmt: skip
 
 

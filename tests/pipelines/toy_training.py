@@ -78,7 +78,7 @@ def train(
     """Trains 24 steps, or as `trainer` says; returns the task and the last figures."""
     values = {
         "steps": 24, "batch_size": 8, "learning_rate": 0.01, "warmup_steps": 4, "schedule": "cosine",
-        "weight_decay": 0.01, "log_every": 1, "validate_every": 6, "save_every": 8, "best": "error",
+        "weight_decay": 0.01, "validate_every": 6, "save_every": 8, "best": "error",
         "cpu": True, **trainer,
     }  # fmt: skip
     task = ToyTask(dropout, kill, stop)
