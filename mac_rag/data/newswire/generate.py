@@ -146,8 +146,6 @@ def generate(
     Raises:
         ValueError: for an unknown split, or an argument outside its range.
     """
-    if split not in SPLITS:
-        raise ValueError(f"unknown newswire split {split!r}; choose one of {', '.join(SPLITS)}")
     if documents < 1:
         raise ValueError(f"documents must be at least 1, got {documents}")
     if not 1 <= questions_per_document <= 4:
