@@ -18,6 +18,15 @@ def once(marker: Path) -> bool:
     return True
 
 
+class Dying(Amortizer):
+    """Dies of the first window that any of these actors gets."""
+
+    def amortize(self, rows: Any) -> Any:
+        if once(Path(self._name).with_name("died")):
+            os._exit(1)
+        return super().amortize(rows)
+
+
 class Failing(Amortizer):
     """Raises what no part of mac_rag raises on purpose."""
 

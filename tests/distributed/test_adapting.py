@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ from mac_rag.errors import FingerprintError, MACError, WorkerError
 from mac_rag.model import MACModel
 from mac_rag.retrieval.bm25 import BM25Retriever
 from tests.cli.helpers import run
-from tests.distributed.helpers import Doomed, Failing, once
+from tests.distributed.helpers import Doomed, Dying, Failing
 
 COUNT = GROUP + 100  # two groups
 DOCUMENTS = [
@@ -116,14 +117,9 @@ def test_an_actor_that_dies_changes_nothing(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    class Dying(Amortizer):
-        def amortize(self, rows: Any) -> Any:
-            if once(tmp_path / "died"):
-                os._exit(1)
-            return super().amortize(rows)
-
+    checkpoint = shutil.copytree(tiny_checkpoint, tmp_path / "model")
     monkeypatch.setattr(adapting, "Amortizer", Dying)
-    engine = MACEngine(loaded_tiny_model, workers=RayWorkers(loaded_tiny_model, str(tiny_checkpoint), 2))
+    engine = MACEngine(loaded_tiny_model, workers=RayWorkers(loaded_tiny_model, str(checkpoint), 2))
     engine.adapt(DOCUMENTS)
     assert (tmp_path / "died").exists()
     assert_equal(engine.bank, one_process)

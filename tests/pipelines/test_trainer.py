@@ -288,7 +288,7 @@ def test_a_loss_that_is_not_finite_stops_the_run(tmp_path: Path) -> None:
 
 
 def test_an_unknown_figure_for_the_best_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="'bleu'; validation gives \\['error', 'seen'\\]"):
+    with pytest.raises(ConfigError, match="'bleu'; validation gives \\['error', 'gain', 'seen'\\]"):
         train(tmp_path, best="bleu")
 
 

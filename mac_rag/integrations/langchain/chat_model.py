@@ -376,7 +376,7 @@ class ChatMAC(BaseChatModel):
         if call.settings.min_confidence is not None:
             whole = self._answered(call)
             yield AIMessageChunk(
-                str(whole.text),
+                content=str(whole.text),
                 usage_metadata=whole.usage_metadata,
                 response_metadata=whole.response_metadata,
                 chunk_position="last",
@@ -389,7 +389,7 @@ class ChatMAC(BaseChatModel):
         answer = Answer(text, read.prompt.contexts, read.ids, read.prompt.truncated)
         metadata = self._metadata(call, text, read.prompt.truncated, read.ids) | self._sources(call, read, answer)
         usage = self._usage(len(read.prompt.ids), text)
-        yield AIMessageChunk("", usage_metadata=usage, response_metadata=metadata, chunk_position="last")
+        yield AIMessageChunk(content="", usage_metadata=usage, response_metadata=metadata, chunk_position="last")
 
     # -- metadata of an answer --
 

@@ -245,18 +245,34 @@ def _in_collection(collection: Any) -> Iterator[BaseNode]:
 
 
 def _text(nodes: list[BaseNode]) -> str:
-    """The text of a document, joined from its nodes without repeating their overlaps."""
-    if all(isinstance(node, TextNode) and node.start_char_idx is not None for node in nodes):
-        nodes = sorted(nodes, key=lambda node: node.start_char_idx or 0)  # type: ignore[attr-defined]
+    """The text of a document, joined from its nodes without repeating their overlaps.
+
+    LlamaIndex takes the first place where a node's text occurs for its position, which is wrong for repeated sentences.
+    """
     text, end = "", 0
-    for node in nodes:
+    for node in _in_order(nodes):
         part = node.get_content(metadata_mode=MetadataMode.NONE)
         start = node.start_char_idx if isinstance(node, TextNode) else None
         if not text or start is None:
             text = f"{text}\n\n{part}" if text else part
-        elif start < end and text.endswith(part[: end - start]):
+        elif start < end < start + len(part) and text.endswith(part[: end - start]):
             text += part[end - start :]
         else:
-            text += (" " if start > end else "") + part
+            text += (" " if start != end else "") + part
         end = max(end, (start or 0) + len(part))
     return text
+
+
+def _in_order(nodes: list[BaseNode]) -> list[BaseNode]:
+    """The nodes of a document as they follow each other, or else by their positions, if all have one."""
+    following = {None if node.prev_node is None else node.prev_node.node_id: node for node in nodes}
+    ordered = []
+    node = following.get(None)
+    while node is not None:
+        ordered.append(node)
+        node = following.pop(node.node_id, None)
+    if len(ordered) == len(nodes):
+        return ordered
+    if all(isinstance(node, TextNode) and node.start_char_idx is not None for node in nodes):
+        return sorted(nodes, key=lambda node: node.start_char_idx or 0)  # type: ignore[attr-defined]
+    return nodes
