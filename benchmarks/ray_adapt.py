@@ -45,7 +45,7 @@ def main(
     from eval.harness.streams import open_stream
     from mac_rag.bank.bank import MemoryBank
     from mac_rag.data.readers import read_documents
-    from mac_rag.distributed.adapting import BulkAdapter
+    from mac_rag.distributed.adapting import RayWorkers
     from mac_rag.distributed.cluster import connected_ray
     from mac_rag.engine import MACEngine
     from mac_rag.model import MACModel
@@ -63,10 +63,8 @@ def main(
 
     def make(folder: Path, file: Path, count: int | None) -> MemoryBank:
         with MemoryBank.create_on_commit(folder, loaded.fingerprint) as bank:
-            if count is None:
-                MACEngine(loaded, bank).adapt(read_documents([file]), progress=True)
-            else:
-                BulkAdapter(loaded, model, bank, folder, actors=count).adapt([file], progress=True)
+            workers = None if count is None else RayWorkers(loaded, model, count)
+            MACEngine(loaded, bank, workers=workers).adapt(read_documents([file]), progress=True)
         return MemoryBank.open(folder)
 
     with TemporaryDirectory() as place:

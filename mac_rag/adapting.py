@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from importlib.util import find_spec
 from typing import Literal, TypeAlias
@@ -47,6 +47,9 @@ WINDOW = 4 * BATCH_TOKENS
 Plan: TypeAlias = dict[str, list[list[int]]]
 # What a bank keeps of documents: memory tokens `[rows, T, D]`, or the codes of each row, `[n, bytes]`.
 Written: TypeAlias = Tensor | list[Tensor]
+# Makes of each window's rows of token ids what the bank keeps, in their order, and None of a window without rows. The
+# function that it gets is called with the number of rows that are done.
+Encode: TypeAlias = Callable[[Iterable[list[list[int]]], Callable[[int], object] | None], Iterator[Written | None]]
 
 
 class DocumentWriter:
@@ -57,12 +60,20 @@ class DocumentWriter:
         bound: largest size of the bank, and how to reduce it; None lets it grow.
         index: an index in the bank that scores its documents, which is written with them; None if there is none, or
             if the retriever is in the bank.
+        encode: encodes the windows that are written; None for the model in this process.
     """
 
-    def __init__(self, model: MACModel, bound: BoundConfig | None, index: Retriever | None = None) -> None:
+    def __init__(
+        self,
+        model: MACModel,
+        bound: BoundConfig | None,
+        index: Retriever | None = None,
+        encode: Encode | None = None,
+    ) -> None:
         self.model = model
         self.bound = bound
         self.index = index
+        self._encode = encode or self._encoded_here
         self._bounded: BoundedBank | None = None
         self._warns = model.config.languages is not None and find_spec("py3langid") is not None
 
@@ -162,13 +173,13 @@ class DocumentWriter:
 
     def encode(self, documents: Sequence[Document], plan: Plan) -> Written | None:
         """What the bank keeps of planned documents; None for no documents."""
-        return joined([self._encode(window, plan, None) for window in windows(documents, plan)])
+        rows = (rows_of(window, plan) for window in windows(documents, plan))
+        return joined(list(self._encoded_here(rows, None)))
 
-    def _encode(
-        self, documents: Sequence[Document], plan: Plan, advance: Callable[[int], object] | None
-    ) -> Written | None:
-        rows = [row for document in documents for row in plan.get(document.id, ())]
-        return self.model.amortize_rows(rows, advance=advance) if rows else None
+    def _encoded_here(
+        self, rows: Iterable[list[list[int]]], advance: Callable[[int], object] | None
+    ) -> Iterator[Written | None]:
+        return (self.model.amortize_rows(some, advance=advance) if some else None for some in rows)
 
     def write(
         self,
@@ -195,55 +206,54 @@ class DocumentWriter:
         Returns:
             The number of rows of memory tokens that were written, and the ids of documents that the bank forgot.
         """
-        count = saved = 0
+        groups = (documents[first : first + GROUP] for first in range(0, len(documents), GROUP))
+        parts = [window for group in groups for window in windows(group, plan)]
+        count = reached = 0
         forgotten: list[str] = []
         committed = time.monotonic()
         rows_in_all = sum(map(len, plan.values()))
         with progress_bar("adapt", rows_in_all, disable=not progress, cancelled=cancelled) as bar:
-            for first in range(0, len(documents), GROUP):
-                end = min(first + GROUP, len(documents))
-                encoded: list[Written | None] = []
-                reached = first
-                for window in windows(documents[first:end], plan):
-                    for document in window:  # an earlier commit may have pruned a document of which it held the text
-                        if plan.get(document.id) == [] and not holds_text(synced.bank, document):
-                            plan[document.id] = self._rows(document, "chunk", lambda _: None)
-                    encoded.append(self._encode(window, plan, bar.advance))  # if it fails, nothing changes
-                    reached += len(window)
-                    if reached < end and time.monotonic() - committed < SECONDS:
-                        continue
-                    some = documents[saved:reached]
-                    rows = {document.id: len(plan[document.id]) for document in some if document.id in plan}
-                    forgotten += self.write_encoded(synced, some, joined(encoded), rows, unfiled)
-                    count += sum(rows.values())
-                    encoded, saved, committed = [], reached, time.monotonic()
-                    bar.note(f"{saved:,} of {len(documents):,} documents saved")
+            pending: list[Document] = []
+            encoded: list[Written | None] = []
+            planned = (rows_of(window, self._replanned(window, plan, synced.bank)) for window in parts)
+            # If a window cannot be encoded, nothing of it, and of those since the last commit, is written.
+            for window, made in zip(parts, self._encode(planned, bar.advance), strict=True):
+                pending += window
+                encoded.append(made)
+                reached += len(window)
+                if reached < len(documents) and reached % GROUP and time.monotonic() - committed < SECONDS:
+                    continue
+                forgotten += self._write(synced, pending, plan, encoded, unfiled)
+                count += sum(len(plan[document.id]) for document in pending if document.id in plan)
+                pending, encoded, committed = [], [], time.monotonic()
+                bar.note(f"{reached:,} of {len(documents):,} documents saved")
         return count, tuple(forgotten)
 
-    def write_encoded(
+    def _replanned(self, documents: Sequence[Document], plan: Plan, bank: BankContents) -> Plan:
+        """The plan, with rows for documents whose text an earlier commit has pruned since it was made."""
+        for document in documents:
+            if plan.get(document.id) == [] and not holds_text(bank, document):
+                plan[document.id] = self._rows(document, "chunk", lambda _: None)
+        return plan
+
+    def _write(
         self,
         synced: SyncedBank,
         documents: Sequence[Document],
-        phi: Written | None,
-        rows: Mapping[str, int],
+        plan: Plan,
+        encoded: Sequence[Written | None],
         unfiled: Container[str],
     ) -> tuple[str, ...]:
-        """Writes documents with their memory tokens to retriever and bank, and commits; on an error, neither changes.
+        """Writes documents with what their windows have become to retriever and bank, and commits.
 
-        Args:
-            synced: bank and retriever.
-            documents: the documents.
-            phi: memory tokens `[rows, T, D]` of the documents that the bank lacks, in the order of `documents`; None if
-                there are none.
-            rows: document id -> number of rows, for each document that the bank lacks; 0 if it lacks the metadata only.
-            unfiled: ids of the documents that the retriever lacks.
-
-        Returns:
-            The ids of documents that the bank forgot.
+        On an error, neither changes. Returns the ids of documents that the bank forgot.
         """
-        new = [document for document in documents if document.id in rows]
+        before = sum(len(plan.get(document.id, ())) for document in documents)
+        self._replanned(documents, plan, synced.bank)  # windows may have been encoded before the commit that pruned
+        new = [document for document in documents if document.id in plan]
+        counts = [len(plan[document.id]) for document in new]
+        phi = joined(encoded) if sum(counts) == before else self.encode(new, plan)
         to_file = [document for document in documents if document.id in unfiled]
-        counts = [rows[document.id] for document in new]
         return synced.put(to_file, partial(self.put, synced.bank, new, phi, counts))
 
     def put(
@@ -308,6 +318,11 @@ def keep_rows_for_model(bank: MemoryBank, model: MACModel) -> None:
     elif isinstance(model, OwnKVModel):
         width = 0 if model.sentences is None else model.sentences.width
         bank.keep_rows_as(RowLayout(token_bytes=model.token_bytes, summary=width, prior_keys=width))
+
+
+def rows_of(documents: Sequence[Document], plan: Plan) -> list[list[int]]:
+    """The token ids of documents, row after row."""
+    return [row for document in documents for row in plan.get(document.id, ())]
 
 
 def windows(documents: Sequence[Document], plan: Plan) -> Iterator[list[Document]]:

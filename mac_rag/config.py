@@ -364,14 +364,12 @@ class AttentionConfig(Config):
         subgroup: M, modulations that algorithm 3 aggregates into one.
         cache_bytes: memory for the bank's keys and values. Those of a larger bank are projected when they are
             needed, and the last used ones are kept.
-        cache_dtype: dtype of the keys and values in memory.
     """
 
     strategy: Literal["streaming", "preselect", "hierarchical"] = "streaming"
     preselected: int = Field(64, ge=1)
     subgroup: int = Field(16, ge=2)
     cache_bytes: int = Field(2 << 30, ge=0)
-    cache_dtype: Dtype = "fp32"
 
 
 class BoundConfig(Config):

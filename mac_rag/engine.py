@@ -19,7 +19,7 @@ from weakref import WeakKeyDictionary
 from torch import Tensor
 
 from mac_rag import DEFAULT_MODEL
-from mac_rag.adapting import GROUP, DocumentWriter
+from mac_rag.adapting import GROUP, DocumentWriter, Encode
 from mac_rag.asking import (
     Call,
     ConsistentRetrieval,
@@ -89,6 +89,8 @@ class MACEngine:
         bound: largest size of the bank, and how to reduce it; None lets it grow.
         memory_weight: lambda, the weight of the LM with memory against the LM alone for questions with documents in
             front (see `mac_rag.lm.decoding`); None for the model's configured weight.
+        workers: encodes what `adapt` writes, such as `mac_rag.distributed.adapting.RayWorkers`; None for the model in
+            this process.
 
     Attributes:
         on_batch: callback for statistics, called with the number of questions before each batch is answered; None for
@@ -109,6 +111,7 @@ class MACEngine:
         attention: AttentionConfig | None = None,
         bound: BoundConfig | None = None,
         memory_weight: float | None = None,
+        workers: Encode | None = None,
     ) -> None:
         loaded = MACModel.from_pretrained(model) if isinstance(model, str) else model
         bank = MemoryBank(loaded.fingerprint) if bank is None else bank
@@ -127,7 +130,7 @@ class MACEngine:
         if bound is not None and not isinstance(self.bank, MemoryBank):
             raise ConfigError("a bank in shards cannot be bounded, because it merges no entries; leave out `bound`")
         self.memory_weight = memory_weight
-        self._writer = DocumentWriter(self.model, bound, None if prior is retriever else prior)
+        self._writer = DocumentWriter(self.model, bound, None if prior is retriever else prior, workers)
         self.on_batch: Callable[[int], object] | None = None
         if self.bank.writable:
             with self._shared.changing():

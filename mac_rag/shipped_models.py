@@ -16,6 +16,7 @@ def shipped_name(fingerprint: str) -> str | None:
     return next((name for name, own in FINGERPRINTS.items() if own == fingerprint), None)
 
 
-def describe(fingerprint: str) -> str:
-    """Names a model in a message."""
-    return shipped_name(fingerprint) or f"model {fingerprint[:12]}"
+def describe(fingerprint: str, name: str | None = None) -> str:
+    """Names a model in a message; `name` is the one by which people know a model that is not shipped."""
+    model = f"model {fingerprint[:12]}"
+    return shipped_name(fingerprint) or (f"{name} ({model})" if name else model)

@@ -15,7 +15,7 @@ A retriever that is in the bank's own file changes with one commit of the bank, 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import TypeVar
@@ -148,12 +148,7 @@ class SyncedBank:
         """
         if self.retriever is None:
             return set()
-        return self.unfiled({document.id: content_hash(document) for document in documents}, changed)
-
-    def unfiled(self, hashes: Mapping[str, str], changed: Container[str]) -> set[str]:
-        """As `missing_from_retriever`, for `hashes`: document id -> content hash."""
-        if self.retriever is None:
-            return set()
+        hashes = {document.id: content_hash(document) for document in documents}
         try:
             filed = self.retriever.content_hashes(list(hashes))
         except ConfigError:

@@ -294,7 +294,7 @@ def _answer(model: AmortizedModel, parts: dict[str, Part], documents: int, quest
     read = min(context, model.context_window)
     position = shape.layers * 2 * shape.kv_heads * shape.head_width * model.base_lm.dtype.itemsize
     parts[BASE_LM].answering["cache"] = questions * readings * (read + model.modulation.prefix_length) * position
-    row = sizes.blocks * 2 * config.tokens * sizes.heads * sizes.head_width * DTYPES[attention.cache_dtype].itemsize
+    row = sizes.blocks * 2 * config.tokens * sizes.heads * sizes.head_width * 4
     parts[AGGREGATION].answering["bank"] = min(documents * row, attention.cache_bytes)
     parts[AGGREGATION].answering["summaries"] = documents * 4 * model.aggregation.summary_width
     parts[AGGREGATION].flops["document"], parts[AGGREGATION].flops["question"], _ = _aggregation(model, documents)

@@ -66,9 +66,8 @@ class Trainer:
             torch.set_float32_matmul_precision("high")  # TF32 in the layers that a recipe keeps in fp32
         self._sharded: ShardedTask | None = None
         self._compiled: Sequence[torch.nn.Module] = ()
-        parallel = config.parallel if self.accelerator.num_processes > 1 else "ddp"
-        if parallel == "fsdp":
-            self._sharded = ShardedTask(task, self.accelerator, offload=config.offload)
+        if config.in_parts and self.accelerator.num_processes > 1:
+            self._sharded = ShardedTask(task, self.accelerator, offload=config.parallel == "fsdp-offload")
             self.model: torch.nn.Module = task
         else:
             if self.accelerator.device.type == "cuda":
@@ -104,19 +103,13 @@ class Trainer:
         config, main = self.config, self.accelerator.is_main_process
         self.accelerator.init_trackers("tensorboard", config={})
         figures: dict[str, float] = {}
-        seconds, timed = 0.0, 0
         with progress_bar(self._label, config.steps, done=self.step, disable=not main) as bar:
             while self.step < config.steps:
                 began = time.perf_counter()
                 scalars = self._optimiser_step()
                 self.step += 1
-                seconds += time.perf_counter() - began
-                timed += 1
-                if self.step % config.log_every == 0 or self.step == config.steps:
-                    scalars["seconds_per_step"] = seconds / timed
-                    seconds, timed = 0.0, 0
-                    self._log("train", scalars)
-                    bar.note(f"loss {scalars['loss']:.4f}  rate {scalars['rate']:.2e}")
+                self._log("train", {**scalars, "seconds": time.perf_counter() - began})
+                bar.note(f"loss {scalars['loss']:.4f}  rate {scalars['rate']:.2e}")
                 bar.advance()
                 last = self.step == config.steps
                 if self._weight_mean is not None:
@@ -162,7 +155,7 @@ class Trainer:
             torch.manual_seed(mixed(config.seed, self.step, micro))
             batch = self.task.batch(self.step, micro, config.batch_size)
             with self._synchronise(last=index == config.accumulate - 1):
-                with accelerator.autocast(), one_group() if config.parallel == "fsdp" else nullcontext():
+                with accelerator.autocast(), one_group() if config.in_parts else nullcontext():
                     scalars = self.model(batch)
                 accelerator.backward(scalars["loss"] / config.accumulate)
             for name, value in scalars.items():
@@ -227,7 +220,7 @@ class Trainer:
                 if self.config.best not in figures:
                     raise ConfigError(f"trainer.best names {self.config.best!r}; validation gives {sorted(figures)}")
                 value = figures[self.config.best]
-                sign = 1 if self.config.best_mode == "max" else -1
+                sign = -1 if self.config.best_is_lowest else 1
                 if self.best is None or math.isnan(self.best) or sign * value > sign * self.best:
                     self.best = value
                     self._export("best")

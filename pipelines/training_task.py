@@ -17,6 +17,8 @@ from mac_rag.config import Config
 from mac_rag.lm.devices import default_device
 from pipelines.checkpoints import require_same_shapes
 
+_LOWER_IS_BETTER = ("loss", "perplexity", "error")  # how such figures of validations begin
+
 
 class TrainerConfig(Config):
     """Length, speed and intervals of a training; every pipeline's YAML has these under `trainer:`.
@@ -32,13 +34,13 @@ class TrainerConfig(Config):
             weights. None for no mean.
         clip: largest gradient norm; longer gradients are scaled down.
         precision: `fp32`, or `bf16` for mixed precision.
-        validate_every, save_every, log_every: intervals in steps.
-        best: name of the validation figure that chooses the best checkpoint.
-        best_mode: `max` if a higher figure is better, `min` if a lower one is.
+        validate_every, save_every: intervals in steps.
+        best: name of the validation figure that chooses the best checkpoint: the highest one or, of losses, perplexity
+            and errors, the lowest.
         cpu: True to train on the CPU even if there is a GPU.
         parallel: the share of each of several processes: the whole model (`ddp`), or a part of its parameters,
-            gradients and optimiser state (`fsdp`). One process trains as it does with `ddp`.
-        offload: with `fsdp`, keep the parts in the CPU's memory.
+            gradients and optimiser state, on its GPU (`fsdp`) or in the CPU's memory (`fsdp-offload`). One process
+            trains as it does with `ddp`.
         gradient_checkpointing: keep only the inputs of a transformer's layers, and compute the rest again in the
             backward pass: less memory, and about a third more time.
     """
@@ -58,26 +60,31 @@ class TrainerConfig(Config):
     seed: int = 0
     validate_every: int = Field(500, ge=1)
     save_every: int = Field(500, ge=1)
-    log_every: int = Field(25, ge=1)
     best: str = "em"
-    best_mode: Literal["max", "min"] = "max"
     cpu: bool = False
-    parallel: Literal["ddp", "fsdp"] = "ddp"
-    offload: bool = False
+    parallel: Literal["ddp", "fsdp", "fsdp-offload"] = "ddp"
     gradient_checkpointing: bool = False
 
     @model_validator(mode="after")
     def _check(self) -> TrainerConfig:
         if self.schedule_steps is not None and self.schedule_steps < self.steps:
             raise ValueError(f"schedule_steps is {self.schedule_steps}, before the last of {self.steps} steps")
-        if self.offload and self.parallel != "fsdp":
-            raise ValueError(f"offload is true, but parallel is {self.parallel}; set parallel: fsdp")
         return self
+
+    @property
+    def best_is_lowest(self) -> bool:
+        """True if a lower figure of `best` is better."""
+        return self.best.startswith(_LOWER_IS_BETTER)
+
+    @property
+    def in_parts(self) -> bool:
+        """True if each of several processes has a part of the model."""
+        return self.parallel != "ddp"
 
     @property
     def device(self) -> torch.device:
         """Device on which to load the model: this process's GPU, or the CPU for `cpu` and parts of a sharded model."""
-        sharded = self.parallel == "fsdp" and int(os.environ.get("WORLD_SIZE", "1")) > 1
+        sharded = self.in_parts and int(os.environ.get("WORLD_SIZE", "1")) > 1
         if self.cpu or sharded or not torch.cuda.is_available():
             return default_device("cpu")
         return default_device(f"cuda:{os.environ.get('LOCAL_RANK', '0')}")

@@ -19,7 +19,7 @@ from mac_rag.data.newswire.generate import generate
 from mac_rag.data.types import Document
 from mac_rag.engine import MACEngine
 from mac_rag.errors import CancelledError
-from mac_rag.model import MACModel
+from mac_rag.model import AmortizedModel, MACModel
 from mac_rag.retrieval.bm25 import BM25Retriever
 from tests.cli.helpers import run
 
@@ -108,16 +108,16 @@ def test_an_interrupt_says_what_is_kept_and_the_command_goes_on(
     options += ["--retriever", "bm25"] if retriever else []
     monkeypatch.setattr(adapting, "GROUP", 5)
     encoded = 0
-    encode = adapting.DocumentWriter._encode
+    encode = AmortizedModel.amortize_rows
 
-    def interrupted(*arguments: Any) -> Any:
+    def interrupted(*arguments: Any, **options: Any) -> Any:
         nonlocal encoded
         encoded += 1
         if encoded == 3:
             signal.raise_signal(signal.SIGINT)
-        return encode(*arguments)
+        return encode(*arguments, **options)
 
-    monkeypatch.setattr(adapting.DocumentWriter, "_encode", interrupted)
+    monkeypatch.setattr(AmortizedModel, "amortize_rows", interrupted)
     stopped = run("adapt", *files, *options)
     assert stopped.exit_code == 130
     message = f"interrupted: 10 of 12 documents are in {tmp_path / 'bank'}; run the command again for the rest\n"
@@ -132,10 +132,10 @@ def test_an_interrupt_says_what_is_kept_and_the_command_goes_on(
 def test_early_interrupts_keep_nothing(tiny_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "a.txt").write_text("The bridge of Orm was closed.")
 
-    def interrupted(*arguments: Any) -> Any:
+    def interrupted(*arguments: Any, **options: Any) -> Any:
         signal.raise_signal(signal.SIGINT)
 
-    monkeypatch.setattr(adapting.DocumentWriter, "_encode", interrupted)
+    monkeypatch.setattr(AmortizedModel, "amortize_rows", interrupted)
     stopped = run("adapt", tmp_path / "a.txt", "--bank", tmp_path / "bank", "--model", tiny_checkpoint)
     assert stopped.exit_code == 130
     assert "0 of 1 documents" in stopped.stderr

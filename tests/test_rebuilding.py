@@ -118,15 +118,15 @@ def test_an_interrupted_rebuild_goes_on(
         new.bank.close()
         assert run_in_process(interrupt, tmp_path / "old", tmp_path / "new", 3) == 9
     else:
-        encode, calls = new._writer._encode, []
+        encode, calls = other_model.amortize_rows, []
 
-        def stop(*arguments):  # type: ignore[no-untyped-def]
+        def stop(*arguments, **options):  # type: ignore[no-untyped-def]
             calls.append(arguments)
             if len(calls) == 3:
                 raise KeyboardInterrupt
-            return encode(*arguments)
+            return encode(*arguments, **options)
 
-        monkeypatch.setattr(new._writer, "_encode", stop)
+        monkeypatch.setattr(other_model, "amortize_rows", stop)
         with new.bank, pytest.raises(KeyboardInterrupt):
             rebuild(old, new)
     half = MemoryBank.open(tmp_path / "new", write=True)

@@ -217,19 +217,19 @@ class Contents:
         """Name of the model that wrote the bank, where it is known: a hint for people."""
         return self._state.settings.model
 
-    def check_model(self, fingerprint: str) -> None:
-        """Refuses a model that did not write this bank.
+    def check_model(self, fingerprint: str, name: str | None = None) -> None:
+        """Refuses a model that did not write this bank; `name` is the model's own, for the message.
 
         Raises:
             FingerprintError: when the fingerprints differ; names both.
         """
         if fingerprint != self.fingerprint:
-            writer, reader = shipped_name(self.fingerprint), shipped_name(fingerprint)
+            writer, reader = shipped_name(self.fingerprint) or self.model, shipped_name(fingerprint) or name
             raise FingerprintError(
-                f"{self.path or 'this bank'} was written by {describe(self.fingerprint)} and cannot be read by "
-                f"{describe(fingerprint)}; use {f'--model {writer}' if writer else 'the model that wrote it'}, or make "
-                f"a new bank for this one: mac-rag bank rebuild --bank {self.path or 'BANK'} --into NEW --model "
-                f"{reader or 'MODEL'}"
+                f"{self.path or 'this bank'} was written by {describe(self.fingerprint, writer)} and cannot be read by "
+                f"{describe(fingerprint, name)}; use {f'--model {writer}' if writer else 'the model that wrote it'}, "
+                f"or make a new bank for this one: mac-rag bank rebuild --bank {self.path or 'BANK'} --into NEW "
+                f"--model {reader or 'MODEL'}"
             )
 
     @property

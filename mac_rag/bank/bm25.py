@@ -24,7 +24,7 @@ from mac_rag.bank.database import MOST_VALUES, Connection
 from mac_rag.data.types import Document
 from mac_rag.errors import ConfigError, DamageError
 from mac_rag.retrieval.base import DocumentRows, Hit, check_documents
-from mac_rag.retrieval.bm25 import ANALYSIS, BM25Retriever, Idf, Postings, Terms, Tokenizer
+from mac_rag.retrieval.bm25 import ANALYSIS, BM25Retriever, Postings, Terms, Tokenizer
 from mac_rag.untrusted_files import METADATA_DEPTH, parse_json
 
 _READ = (
@@ -49,10 +49,9 @@ class BankBM25Retriever(BM25Retriever):
     Args:
         bank: the bank. Until the first document, there is no index in it.
         tokenizer: splits documents and questions into terms; None for that of the index, or an English one.
-        idf: see `BM25Retriever`; None for that of the index, or `lucene`.
 
     Raises:
-        ConfigError: if the bank has an index with another tokenizer or idf.
+        ConfigError: if the bank has an index with another tokenizer.
         DamageError: if the index is not what was written.
 
     Examples:
@@ -70,20 +69,19 @@ class BankBM25Retriever(BM25Retriever):
 
     _scorer: Postings
 
-    def __init__(self, bank: MemoryBank, *, tokenizer: Tokenizer | None = None, idf: Idf | None = None) -> None:
+    def __init__(self, bank: MemoryBank, *, tokenizer: Tokenizer | None = None) -> None:
         self.bank = bank
         contents = bank.snapshot()
         kept = _read_settings(contents.connection)
         contents.release()
         if kept is not None:
-            for name, given, own in (("tokenizer", tokenizer, kept.tokenizer), ("idf", idf, kept.idf)):
-                if given not in (None, own):
-                    raise ConfigError(
-                        f"{bank.path or 'the bank'} has an index with {name} {own!r:.200}, not {given!r:.200}; leave "
-                        f"{name} out, or make a new bank"
-                    )
-            tokenizer, idf = kept.tokenizer, kept.idf
-        super().__init__(tokenizer=tokenizer, idf=idf or "lucene")
+            if tokenizer not in (None, kept.tokenizer):
+                raise ConfigError(
+                    f"{bank.path or 'the bank'} has an index with tokenizer {kept.tokenizer!r:.200}, not "
+                    f"{tokenizer!r:.200}; leave tokenizer out, or make a new bank"
+                )
+            tokenizer = kept.tokenizer
+        super().__init__(tokenizer=tokenizer)
         self._keys = array("q")  # by row: the key of its document
         self._numbers = array("q")  # by term id: the number of its word; -1 for one that is not in the file
         self._term_of: dict[int, int] = {}  # number of a word -> term id
@@ -167,7 +165,7 @@ class BankBM25Retriever(BM25Retriever):
         for table in ("bm25_document", "bm25_word"):
             link.write(f"DELETE FROM {table}")
         lineage = token_hex(8) if kept is None else kept.lineage
-        settings = _Settings(self.tokenizer, self.idf, ANALYSIS, lineage)
+        settings = _Settings(self.tokenizer, ANALYSIS, lineage)
         link.write(
             "INSERT INTO bm25 VALUES (1, ?1, ?2, 0, 0) ON CONFLICT (number) DO UPDATE SET settings = ?1",
             [(settings.written, lineage)],
@@ -239,7 +237,7 @@ class BankBM25Retriever(BM25Retriever):
         settings = _read_settings(link)
         if self._kept != (contents.history, settings):
             if settings is not None:
-                self.tokenizer, self.idf = settings.tokenizer, settings.idf
+                self.tokenizer = settings.tokenizer
             self._empty()
             self._kept = (contents.history, settings)
         if settings is None:
@@ -294,7 +292,7 @@ class BankBM25Retriever(BM25Retriever):
         return np.split(terms, np.cumsum([len(numbers) for numbers in documents])[:-1])
 
     def _empty(self) -> None:
-        self._rows, self._terms, self._scorer, self._vocabulary = DocumentRows(), [], Postings(self.idf), {}
+        self._rows, self._terms, self._scorer, self._vocabulary = DocumentRows(), [], Postings(), {}
         self._keys, self._numbers, self._term_of, self._next_word = array("q"), array("q"), {}, 0
 
     def _compact(self) -> None:
@@ -310,7 +308,7 @@ class BankBM25Retriever(BM25Retriever):
         documents, order = list(self._rows), np.argsort(np.frombuffer(self._keys.tobytes(), np.int64)).tolist()
         terms = [self._terms[row] for row in order]
         self._keys = array("q", sorted(self._keys))
-        self._rows, self._terms, self._scorer = DocumentRows(), [], Postings(self.idf)
+        self._rows, self._terms, self._scorer = DocumentRows(), [], Postings()
         self._append_terms([documents[row] for row in order], terms)
 
 
@@ -359,13 +357,11 @@ class _Settings(NamedTuple):
 
     Attributes:
         tokenizer: splits its documents into words.
-        idf: see `BM25Retriever`.
         analysis: what has made its words; see `mac_rag.retrieval.bm25.ANALYSIS`.
         lineage: a random name; only within one lineage does a number always stand for the same document or word.
     """
 
     tokenizer: Tokenizer
-    idf: Idf
     analysis: str
     lineage: str
 
@@ -377,7 +373,7 @@ class _Settings(NamedTuple):
     @property
     def written(self) -> str:
         """The settings as JSON."""
-        return json.dumps({"tokenizer": self.tokenizer.describe(), "idf": self.idf, "analysis": self.analysis})
+        return json.dumps({"tokenizer": self.tokenizer.describe(), "analysis": self.analysis})
 
 
 class _Row(NamedTuple):
@@ -419,9 +415,7 @@ def _read_settings(link: Connection) -> _Settings | None:
     try:
         [(settings, lineage)] = found
         content = parse_json(settings)
-        made = _Settings(Tokenizer(**content["tokenizer"]), content["idf"], content["analysis"], lineage)
-        BM25Retriever(idf=made.idf)
-        return made
+        return _Settings(Tokenizer(**content["tokenizer"]), content["analysis"], lineage)
     except (ValueError, TypeError, KeyError, ConfigError) as error:
         raise _damage(link, f"its settings: {error!r:.200}") from error
 

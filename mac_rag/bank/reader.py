@@ -14,7 +14,6 @@ from mac_rag.bank.own_kv_reader import OwnKVReader
 from mac_rag.bank.projection import ProjectedBank
 from mac_rag.config import AttentionConfig
 from mac_rag.errors import ConfigError
-from mac_rag.lm.devices import DTYPES
 from mac_rag.model import AmortizedModel, MACModel, OwnKVModel
 from mac_rag.nn.bank_view import BankView
 from mac_rag.nn.bank_view import prior_keys as prior_keys_of
@@ -110,7 +109,6 @@ class BankReader(NetworkReader):
                 self.model.aggregation,
                 self.bank,
                 device=self.model.device,
-                dtype=DTYPES[self.config.cache_dtype],
                 budget_bytes=self.config.cache_bytes,
             )
         self._rows.refresh()

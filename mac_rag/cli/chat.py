@@ -124,21 +124,21 @@ class Conversation:
 
     def _prompt(self, question: str, texts: Sequence[str]) -> FittedPrompt:
         """The prompt: documents, then the question; in a chat, first as many of the last exchanges as fit."""
+        from mac_rag.asking import conversation_prompt
         from mac_rag.lm.chat import Message
 
         model = self.engine.model
         alone = model.fit_to_window(question, texts, overflow="truncate")
         if not model.config.prompt.chat:
             return alone
-        messages = [
+        before = [
             message
             for earlier, answer in self._exchanges
             for message in (Message("user", earlier), Message("assistant", answer))
         ]
-        messages.append(Message("user", "".join(map(model.base_lm.prompts.written_document, texts)) + question))
-        for first in range(0, len(messages) - 1, 2):
+        for first in range(0, len(before), 2):
             with suppress(PromptError):  # the prompt exceeds the window
-                fitted = model.fit_conversation(messages[first:], question=question, contexts=texts)
+                fitted = conversation_prompt(model, before[first:], question, texts, None)
                 if fitted.contexts == alone.contexts:  # documents come before old exchanges
                     return fitted
         return alone

@@ -152,14 +152,9 @@ def adapt(
         raise ConfigError(f"--actors {actors} needs --ray; add --ray, or leave --actors out")
     if device_map is not None and ray:
         raise ConfigError(f"--device-map {device_map} does not work with --ray; leave one of them out")
-    if skip_bad and ray:
-        raise ConfigError("--skip-bad does not work with --ray; leave one of them out")
     left_out = LeftOut() if skip_bad else None
     found = find_files(files, refuse=raise_error if left_out is None else left_out.add)
-    if left_out is not None:
-        documents = left_out.read(found)
-    else:
-        documents = [] if ray else read_documents(found)
+    documents = read_documents(found) if left_out is None else left_out.read(found)
     check_retriever(retriever, retriever_folder)
     # An existing bank is opened before the model is loaded, so that its errors come at once. The file of a new bank
     # is created by its first commit, so that no empty bank is left if the documents are refused.
@@ -185,15 +180,14 @@ def adapt(
     bound = None if max_entries is None else BoundConfig(maximum=max_entries, method=reduction)
     with opened:
         try:
+            workers = None
             if ray:
-                from mac_rag.distributed.adapting import BulkAdapter
+                from mac_rag.distributed.adapting import RayWorkers
 
-                bulk = BulkAdapter(loaded, model, opened, bank, text_retriever, bound=bound, actors=actors)
-                report = bulk.adapt(found, on_long=on_long, progress=True)
-            else:
-                engine = MACEngine(loaded, opened, text_retriever, bound=bound)
-                on_bad = None if left_out is None else left_out.add_document
-                report = engine.adapt(documents, on_long=on_long, on_bad=on_bad, progress=True)
+                workers = RayWorkers(loaded, model, actors)
+            engine = MACEngine(loaded, opened, text_retriever, bound=bound, workers=workers)
+            on_bad = None if left_out is None else left_out.add_document
+            report = engine.adapt(documents, on_long=on_long, on_bad=on_bad, progress=True)
         except KeyboardInterrupt:
             _say_what_is_kept(opened, bank, documents)
             raise typer.Exit(130) from None
@@ -226,7 +220,7 @@ def _say_what_is_kept(bank: MemoryBank, place: Path, documents: list[Document]) 
     for document in documents:
         with suppress(BankError, DocumentError):  # bad documents, which --skip-bad leaves out
             kept += is_held(bank.committed, document.id, content_hash(document))
-    done = f"{kept:,} of {len(documents):,} documents are in {place}" if documents else "finished work is kept"
+    done = f"{kept:,} of {len(documents):,} documents are in {place}"
     say(f"interrupted: {done}; run the command again for the rest", err=True, fg="yellow")
 
 

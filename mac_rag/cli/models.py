@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 from mac_rag import DEFAULT_MODEL
 from mac_rag.cli.run import settle
-from mac_rag.errors import BankError, ConfigError, FingerprintError
-from mac_rag.shipped_models import FINGERPRINTS, describe, shipped_name
+from mac_rag.errors import BankError, ConfigError
+from mac_rag.shipped_models import FINGERPRINTS, shipped_name
 
 if TYPE_CHECKING:
     from mac_rag.bank.bank import MemoryBank
@@ -42,14 +42,8 @@ def load_model(
     chosen = model_for(name, bank, place)
     model = MACModel.from_pretrained(chosen, device=device, device_map=device_map)
     settle()
-    if bank is not None and bank.fingerprint != model.fingerprint:
-        writer = known_name(bank)
-        remedy = f"use --model {writer}" if writer else "use the model that wrote it"
-        raise FingerprintError(
-            f"{place} was written by {_described(writer, bank.fingerprint)} and cannot be read by "
-            f"{_described(chosen, model.fingerprint)}; {remedy}, or make a new bank for this one: mac-rag bank rebuild "
-            f"--bank {place} --into NEW --model {chosen}"
-        )
+    if bank is not None:
+        bank.check_model(model.fingerprint, chosen)
     return model
 
 
@@ -81,8 +75,3 @@ def keep_model_name(bank: MemoryBank, name: str) -> None:
         return
     with suppress(BankError):  # the name is a convenience, and the bank is complete without it
         bank.name_model(str(Path(name).resolve()) if is_folder else name)
-
-
-def _described(name: str | None, fingerprint: str) -> str:
-    shipped = shipped_name(fingerprint)
-    return f"{name} ({describe(fingerprint)})" if name and not shipped else describe(fingerprint)

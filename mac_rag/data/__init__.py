@@ -19,6 +19,13 @@ SPLITS = {
     "realtimeqa": realtimeqa.SPLITS,
     "own": own.SPLITS,
 }
+_READERS = {
+    "squad": squad.read_squad,
+    "streamingqa": archivalqa.read_streamingqa,
+    "archivalqa": archivalqa.read_archivalqa,
+    "timeqa": timeqa.read_timeqa,
+    "realtimeqa": realtimeqa.read_realtimeqa,
+}
 
 
 def load_dataset(
@@ -70,18 +77,10 @@ def load_dataset(
         return generate.generate(split, documents or generate.STREAM_LENGTH)
     if path is None:
         raise ConfigError(f"{name} needs the path of its files; give it")
-    if name == "squad":
-        dataset = squad.read_squad(path, split)
-    elif name == "streamingqa":
-        dataset = archivalqa.read_streamingqa(path, split)
-    elif name == "own":
+    if name == "own":
         dataset = own.read_own(path, split, columns, unanswered=unanswered)
-    elif name == "timeqa":
-        dataset = timeqa.read_timeqa(path, split)
-    elif name == "realtimeqa":
-        dataset = realtimeqa.read_realtimeqa(path, split)
     else:
-        dataset = archivalqa.read_archivalqa(path, split)
+        dataset = _READERS[name](path, split)
     if not dataset.questions:
         raise DataError(f"the split {split!r} of {name} in {path} holds no questions; choose another split or path")
     return dataset if documents is None else first_documents(dataset, documents)

@@ -1,7 +1,7 @@
 """Documents from a user's own files, standard input and the Hugging Face Hub: texts, rows, HTML, PDF, Word.
 
 Python's json and csv read JSON Lines and CSV; pyarrow and datasets read Parquet and data sets of the Hub. Rows are read
-as a stream, which can begin at any row. An error names the file and the row.
+as a stream. An error names the file and the row.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import sys
 from codecs import BOM_UTF8
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
-from functools import lru_cache
 from io import BufferedReader
 from itertools import chain, repeat
 from pathlib import Path
@@ -22,7 +21,7 @@ from typing import Any
 from mac_rag.data.characters import fault_of, is_blank
 from mac_rag.data.conversion.converter import convert, is_converted
 from mac_rag.data.dates import with_written_dates
-from mac_rag.data.table import Place, Row, parsed_cell, raise_error, read_table
+from mac_rag.data.table import Row, parsed_cell, raise_error, read_table
 from mac_rag.data.types import Document
 from mac_rag.errors import DataError
 from mac_rag.untrusted_files import (
@@ -67,7 +66,7 @@ def read_documents(paths: Iterable[Path]) -> list[Document]:
             for a file that cannot be converted; for a row that is malformed or too long, or comes after 200,000 blank
             lines; if pyarrow or datasets is needed and missing. Names the file and the row.
     """
-    return [document for path in paths for _, document in placed_documents(path)]
+    return [document for path in paths for _, document in _numbered(path, raise_error, _log_notice)]
 
 
 def _log_notice(path: Path, notice: str) -> None:
@@ -90,8 +89,8 @@ def read_good_documents(
     """
     for path in paths:
         try:
-            for place, document in placed_documents(path, refuse=refuse, notify=notify):
-                yield f"{path}, row {place.rows + 1}" if _has_rows(path) else str(path), document
+            for number, document in _numbered(path, refuse, notify):
+                yield f"{path}, row {number}" if number else str(path), document
         except DataError as error:
             refuse(DataError(f"{error}; nothing after it in this file is read") if _has_rows(path) else error)
 
@@ -142,32 +141,16 @@ def _readable(path: Path) -> Iterator[None]:
         ) from None
 
 
-def placed_documents(
-    path: Path,
-    start: Place = Place(),
-    *,
-    refuse: Callable[[DataError], object] = raise_error,
-    notify: Notify = _log_notice,
-) -> Iterator[tuple[Place, Document]]:
-    """Yields the documents of a file, each with its place, at which reading can begin again.
-
-    Args:
-        path: see `read_documents`.
-        start: where to begin; standard input can only be read from its beginning, and only once.
-        refuse: called with the error of a row that is left out; by default, it is raised.
-        notify: called with the file and what its text lacks; by default, it is logged.
-
-    Raises:
-        DataError: see `read_documents`.
-    """
+def _numbered(path: Path, refuse: Callable[[DataError], object], notify: Notify) -> Iterator[tuple[int, Document]]:
+    """The documents of a file, each with the number of its row, from 1 on; 0 for a file that is one document."""
     if _has_rows(path):
-        yield from _documents(read_rows(path, ("id", "text"), start, refuse=refuse), refuse)
+        yield from _documents(read_rows(path, ("id", "text"), refuse=refuse), refuse)
         return
     if is_converted(path):
         text, title, notices = convert(path)
         for notice in notices:
             notify(path, notice)
-        yield Place(), Document(str(path), text, {} if title is None else {"title": title})
+        yield 0, Document(str(path), text, {} if title is None else {"title": title})
         return
     with _readable(path), closing(_Lines(path)) as lines:
         if path.suffix.casefold() == ".json" and lines.start_with(b"["):
@@ -176,16 +159,16 @@ def placed_documents(
                 f"line to a .jsonl file: jq -c '.[]' {quote(str(path))} > {quote(str(path.with_suffix('.jsonl')))}"
             )
         if path == STDIN and lines.start_with(b"{"):
-            yield from _documents(_json_rows(path, lines, Place(), refuse), refuse)
+            yield from _documents(_json_rows(path, lines, refuse), refuse)
         else:
-            yield Place(), Document(str(path), lines.text())
+            yield 0, Document(str(path), lines.text())
 
 
 def _has_rows(path: Path) -> bool:
     return path.suffix.casefold() in ROWS or str(path).startswith(HUB)
 
 
-def _documents(rows: Iterable[Row], refuse: Callable[[DataError], object]) -> Iterator[tuple[Place, Document]]:
+def _documents(rows: Iterable[Row], refuse: Callable[[DataError], object]) -> Iterator[tuple[int, Document]]:
     for row in rows:
         try:
             fault = _fault(row.values)
@@ -198,7 +181,7 @@ def _documents(rows: Iterable[Row], refuse: Callable[[DataError], object]) -> It
         except MalformedError as error:
             refuse(DataError(f"{row.where}: {error}"))
         else:
-            yield row.place, document
+            yield row.number, document
 
 
 def merged(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -234,33 +217,27 @@ def _fault(values: Mapping[str, Any]) -> str | None:
 
 
 def read_rows(
-    path: Path,
-    columns: Sequence[str] = (),
-    start: Place = Place(),
-    *,
-    refuse: Callable[[DataError], object] = raise_error,
+    path: Path, columns: Sequence[str] = (), *, refuse: Callable[[DataError], object] = raise_error
 ) -> Iterator[Row]:
     """The rows of a file with one of `ROWS`, or of a data set of the Hub, with values of JSON's types.
 
     Args:
         path: see `read_documents`.
         columns: the columns that a `.csv` or `.tsv` file must have.
-        start: where to begin, from `Row.place`.
         refuse: called with the error of a row that is left out; by default, it is raised.
 
     Raises:
         DataError: see `read_documents`; also for a row that is not an object.
     """
     if str(path).startswith(HUB):
-        yield from _hub_rows(str(path), start.rows)
+        yield from _hub_rows(str(path))
     elif path.suffix.casefold() in TABLES:
-        yield from read_table(path, columns, start, refuse=refuse)
+        yield from read_table(path, columns, refuse=refuse)
     elif path.suffix.casefold() == ".parquet":
-        yield from _parquet_rows(path, start.rows)
+        yield from _parquet_rows(path)
     else:
         with _readable(path), closing(_Lines(path)) as lines:
-            lines.go_on(start)
-            yield from _json_rows(path, lines, start, refuse)
+            yield from _json_rows(path, lines, refuse)
 
 
 class _Lines:
@@ -284,11 +261,6 @@ class _Lines:
         file = self._file.detach()
         if self._path != STDIN:
             file.close()
-
-    def go_on(self, place: Place) -> None:
-        """Goes on at another place of the file."""
-        if place.size:
-            self._file.seek(place.size)
 
     def start_with(self, start: bytes) -> bool:
         """True if the first byte that is not blank is this one."""
@@ -337,14 +309,10 @@ def _decoded(where: str, data: bytes) -> str:
         raise DataError(f"{where} is not a text in UTF-8: see byte {error.start:,}; convert it to text first") from None
 
 
-def _json_rows(
-    path: Path, lines: Iterable[bytes], start: Place, refuse: Callable[[DataError], object]
-) -> Iterator[Row]:
-    blank, size = 0, start.size
-    for number, data in enumerate(lines, start.lines + 1):
+def _json_rows(path: Path, lines: Iterable[bytes], refuse: Callable[[DataError], object]) -> Iterator[Row]:
+    blank = 0
+    for number, data in enumerate(lines, 1):
         where = f"{path}, row {number}"
-        place = Place(number - 1, number - 1, size)
-        size += len(data)
         try:
             line = _decoded(where, data.removesuffix(b"\n"))
             values = _object(where, line) if line.strip() else None
@@ -353,7 +321,7 @@ def _json_rows(
             continue
         if values is not None:
             blank = 0
-            yield Row(where, place, values)
+            yield Row(where, number, values)
             continue
         blank += 1
         if blank > ROW_LINES:
@@ -370,7 +338,7 @@ def _object(where: str, line: str) -> dict[str, Any]:
     return values
 
 
-def _parquet_rows(path: Path, start: int) -> Iterator[Row]:
+def _parquet_rows(path: Path) -> Iterator[Row]:
     try:
         from pyarrow import ArrowException
         from pyarrow.parquet import ParquetFile
@@ -385,15 +353,10 @@ def _parquet_rows(path: Path, start: int) -> Iterator[Row]:
             leaves = map(parquet.schema.column, range(parquet.metadata.num_columns))
             texts = [leaf.path for leaf in leaves if _is_text(leaf)]
             parquet = ParquetFile(file, metadata=parquet.metadata, read_dictionary=texts, pre_buffer=False)
-            sizes = [parquet.metadata.row_group(group).num_rows for group in range(parquet.num_row_groups)]
-            first = before = 0  # the row group with the first row to read, and the rows before it
-            while first < len(sizes) and before + sizes[first] <= start:
-                before += sizes[first]
-                first += 1
             # One row group at a time: pyarrow cannot join the dictionaries of two of them within lists.
-            groups = (parquet.iter_batches(_BATCH, row_groups=[group]) for group in range(first, len(sizes)))
-            bounded = _bounded(chain.from_iterable(groups), before, _MOST_DECODED + _GROWTH * size)
-            yield from _typed_rows(str(path), bounded, before, start)
+            groups = (parquet.iter_batches(_BATCH, row_groups=[group]) for group in range(parquet.num_row_groups))
+            bounded = _bounded(chain.from_iterable(groups), _MOST_DECODED + _GROWTH * size)
+            yield from _typed_rows(str(path), bounded)
     except MalformedError as error:
         raise DataError(f"{path} cannot be read: {error}") from None
     except (ArrowException, ValueError) as error:  # ValueError if a column's name is not UTF-8
@@ -419,17 +382,17 @@ def _check_growth(metadata: Any, size: int) -> None:
                 )
 
 
-def _bounded(batches: Iterable[Any], number: int, left: int) -> Iterator[Any]:
+def _bounded(batches: Iterable[Any], left: int) -> Iterator[Any]:
     """Batches of a Parquet file with bounded texts, row by row if those of a batch are long together.
 
     Args:
         batches: the batches.
-        number: the number of their first row.
         left: most bytes of the texts and values of all rows.
 
     Raises:
         MalformedError: for a row that exceeds it; such a row is not decoded.
     """
+    number = 0
     for batch in batches:
         rows = [batch] if _size(batch) <= _LONG_BATCH else [batch.slice(row, 1) for row in range(len(batch))]
         for some in rows:
@@ -460,16 +423,10 @@ def _size(values: Any) -> int:
     return int(values.nbytes)
 
 
-def _hub_rows(name: str, start: int) -> Iterator[Row]:
-    table = _hub_table(name)
-    rest = table.select(range(min(start, len(table)), len(table))).with_format("arrow")
-    yield from _typed_rows(name, rest.iter(_BATCH), start, start)
-
-
-@lru_cache(1)
-def _hub_table(name: str) -> Any:
+def _hub_rows(name: str) -> Iterator[Row]:
     repository, _, split = name.removeprefix(HUB).partition(":")
-    return _loaded(f"{HUB}{repository}", split or "train", name)
+    table = _loaded(f"{HUB}{repository}", split or "train", name)
+    yield from _typed_rows(name, table.with_format("arrow").iter(_BATCH))
 
 
 def hub_splits(name: str | Path) -> list[str]:
@@ -500,13 +457,13 @@ def _loaded(name: str, split: str | None, shown: str) -> Any:
         ) from error
 
 
-def _typed_rows(where: str, batches: Iterable[Any], number: int, start: int) -> Iterator[Row]:
-    """The rows of Arrow batches from row `start` on. `number`: the number of the batches' first row."""
+def _typed_rows(where: str, batches: Iterable[Any]) -> Iterator[Row]:
+    """The rows of Arrow batches."""
+    number = 0
     for batch in batches:
         for values in _values(where, batch, number):
-            if number >= start:
-                yield Row(f"{where}, row {number + 1}", Place(number), with_written_dates(values))
             number += 1
+            yield Row(f"{where}, row {number}", number, with_written_dates(values))
 
 
 def _values(where: str, batch: Any, number: int) -> Iterator[dict[str, Any]]:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple, NoReturn
+from typing import Any, BinaryIO, NoReturn
 
 from mac_rag.atomic_files import sync_folder, write_file
 from mac_rag.errors import DataError
@@ -31,39 +31,21 @@ def raise_error(error: DataError) -> NoReturn:
     raise error from None
 
 
-class Place(NamedTuple):
-    """A position in a file, before one of its rows, at which reading can begin. The default is the file's beginning.
-
-    Attributes:
-        rows: number of rows before it, without the header.
-        lines, size: numbers of lines and bytes before it.
-    """
-
-    rows: int = 0
-    lines: int = 0
-    size: int = 0
-
-
 @dataclass(frozen=True, slots=True)
 class Row:
     """One row of a file.
 
     Attributes:
         where: file and row, for messages.
-        place: the position before this row.
+        number: number of the row, from 1 on, without the header.
         values: column or key -> value; for a CSV file, the text of the cell, exactly as in the file.
         is_text: True for a row of a CSV file, whose values are texts, whatever they mean.
     """
 
     where: str
-    place: Place
+    number: int
     values: Mapping[str, Any]
     is_text: bool = False
-
-    @property
-    def number(self) -> int:
-        """Number of the row, from 1 on."""
-        return self.place.rows + 1
 
     def filled(self, column: str) -> str:
         """The cell of a column that must not be empty.
@@ -82,14 +64,13 @@ class Row:
 
 
 def read_table(
-    file: Path, columns: Sequence[str], start: Place = Place(), *, refuse: Callable[[DataError], object] = raise_error
+    file: Path, columns: Sequence[str], *, refuse: Callable[[DataError], object] = raise_error
 ) -> Iterator[Row]:
     """Yields the rows of a CSV file in UTF-8 whose first row is the header. Rows without a filled cell are skipped.
 
     Args:
         file: the file.
         columns: the columns that the file must have; it may have others.
-        start: where to begin, from `Row.place`.
         refuse: called with the error of a row that is left out; by default, it is raised.
 
     Raises:
@@ -105,7 +86,7 @@ def read_table(
         raise DataError(f"{file} cannot be read: {error}; give a file") from None
     with stream:
         lines = _Lines(stream)
-        place = Place()
+        number, line = 1, 1  # of the next row, and of the line in which it begins
         try:
             first = next(lines, "")
             if first.startswith("sep=") and len(first.strip()) == 5:  # how Excel notes the separator
@@ -114,23 +95,22 @@ def read_table(
                 reader = csv.reader(chain([first], lines), strict=True, **_dialect(first, columns))
             header = next(reader, [])
             _check_header(file, header, columns)
-            if start.size:
-                lines.go_on(start)
-            place = Place(start.rows, lines.count, lines.size)
+            line = lines.count + 1
             for cells in reader:
                 is_filled = any(cells)  # programs write empty rows at the end, with and without separators
                 if is_filled:
                     lines.row_ends()
                     try:
-                        row = _row(file, place, header, cells)
+                        row = _row(f"{file}, row {number} (line {line})", number, header, cells)
                     except DataError as error:
                         refuse(error)
                     else:
                         yield row
-                place = Place(place.rows + is_filled, lines.count, lines.size)
+                number, line = number + is_filled, lines.count + 1
         except (csv.Error, MalformedError) as error:
-            where = f"row {place.rows + 1} (line {place.lines + 1})"
-            raise DataError(f"{file}, {where}: not well-formed CSV: {error}; correct the row") from None
+            raise DataError(
+                f"{file}, row {number} (line {line}): not well-formed CSV: {error}; correct the row"
+            ) from None
 
 
 def _dialect(first: str, columns: Sequence[str]) -> dict[str, Any]:
@@ -161,34 +141,27 @@ class _Lines:
     """The lines of a CSV file as texts, with a common bound for all lines of one row.
 
     Attributes:
-        count, size: numbers of lines and bytes read so far.
+        count: number of lines read so far.
     """
 
     def __init__(self, file: BinaryIO) -> None:
-        self.count = self.size = 0
-        self._file = file
+        self.count = self._size = 0
         self._lines = lines_of(file, ROW)
         self._first = True
         self.row_ends()
 
-    def go_on(self, place: Place) -> None:
-        """Goes on at another place of the file."""
-        self._file.seek(place.size)
-        _, self.count, self.size = place
-        self.row_ends()
-
     def row_ends(self) -> None:
         """Ends a row; the next line begins another."""
-        self._row_count, self._row_size = self.count, self.size
+        self._row_count, self._row_size = self.count, self._size
 
     def __iter__(self) -> _Lines:
         return self
 
     def __next__(self) -> str:
         line = next(self._lines)
-        self.size += len(line)
+        self._size += len(line)
         self.count += 1
-        if self.size - self._row_size > ROW or self.count - self._row_count > ROW_LINES:
+        if self._size - self._row_size > ROW or self.count - self._row_count > ROW_LINES:
             raise MalformedError(
                 f"a row of more than {ROW:,} bytes or {ROW_LINES:,} lines, blank ones before it included; is a quote "
                 "open?"
@@ -201,8 +174,8 @@ class _Lines:
         return text
 
 
-def _row(file: Path, place: Place, header: Sequence[str], cells: Sequence[str]) -> Row:
-    row = Row(f"{file}, row {place.rows + 1} (line {place.lines + 1})", place, dict(zip(header, cells)), True)
+def _row(where: str, number: int, header: Sequence[str], cells: Sequence[str]) -> Row:
+    row = Row(where, number, dict(zip(header, cells)), True)
     if len(cells) < len(header):
         raise row.fault(header[len(cells)], f"the row ends before it, with {len(cells)} of {len(header)} cells")
     if len(cells) > len(header):

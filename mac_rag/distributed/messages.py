@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from mac_rag.bank.entries import Entry
-from mac_rag.config import Dtype
 
 Array: TypeAlias = "np.ndarray[Any, np.dtype[Any]]"
 # A state of a shard: the name of the opening of its folder, and the bank's version since.
@@ -64,7 +63,7 @@ class ShardQuestion:
         use_recency: False leaves the recency term out of it.
         asked: `[B]`, see `mac_rag.nn.prior.RecencyTerm.penalties`; None without the term.
         visible: which of the shard's rows the questions may see, as packed bits; None for all.
-        cache_dtype, cache_bytes: see `AttentionConfig`.
+        cache_bytes: see `AttentionConfig`.
     """
 
     name: str
@@ -74,7 +73,6 @@ class ShardQuestion:
     use_recency: bool
     asked: Array | None
     visible: Array | None
-    cache_dtype: Dtype
     cache_bytes: int
 
 

@@ -205,7 +205,6 @@ def _asked(
             use_recency=reader.model.aggregation.use_recency,
             asked=None if asked is None else to_array(asked),
             visible=None if rows is None else np.packbits(rows.numpy()),
-            cache_dtype=reader.config.cache_dtype,
             cache_bytes=reader.config.cache_bytes,
         )
         for number, rows in seen.items()

@@ -24,7 +24,6 @@ from mac_rag.data.types import Document
 from mac_rag.distributed.messages import Array, ShardChange, ShardContents, ShardQuestion, Version, to_array, to_tensor
 from mac_rag.distributed.shard_files import MARK, ShardMark, read_mark, shard_of, shards_of
 from mac_rag.errors import BankError, ShardLostError
-from mac_rag.lm.devices import DTYPES
 from mac_rag.nn.aggregation import AggregationNetwork
 from mac_rag.nn.attended_bank import AttendedBank
 from mac_rag.nn.attention import Partial, partial_attention
@@ -250,11 +249,10 @@ class Shard:
         if opening != self._opening or not known:
             raise self._forgotten()
         seen = self.bank.snapshot() if version == self.bank.version else self._snapshots[version]
-        dtype = DTYPES[question.cache_dtype]
         view = self._view
-        settings = (seen.history, dtype, question.cache_bytes)
-        if view is None or (view.bank.history, view.dtype, view.budget_bytes) != settings:
-            view = ProjectedBank(self.network, seen, device=self.device, dtype=dtype, budget_bytes=question.cache_bytes)
+        settings = (seen.history, question.cache_bytes)
+        if view is None or (view.bank.history, view.budget_bytes) != settings:
+            view = ProjectedBank(self.network, seen, device=self.device, budget_bytes=question.cache_bytes)
         if view is not self._view or view.bank.version != seen.version:
             self._asked.clear()  # these questions would continue with other rows than they began with
             self._last.clear()

@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from mac_rag.distributed.cluster import connected_ray
 from mac_rag.distributed.messages import ShardContents
@@ -117,39 +117,12 @@ def _network_of(model: MACModel) -> AggregationNetwork:
     return network
 
 
-class Shards(Protocol):
-    """The shards of a bank, in processes that can be lost."""
-
-    def ask(self, requests: Mapping[int, Request]) -> dict[int, Any]:
-        """Makes a call to each of some shards, to all at the same time.
-
-        Returns:
-            For each shard the return value, the `MACError` that it raised, or a `LostShard` if it is lost.
-        """
-
-    def start(self, number: int, *, create: bool = False) -> None:
-        """Begins to open a shard from its folder, replacing a running one. With `create`, makes the shard first."""
-
-    def started(self, number: int, *, wait: bool) -> ShardContents | Exception | None:
-        """The outcome of the start: the shard's contents, an error, or None if it is not known yet.
-
-        Args:
-            number: number of the shard.
-            wait: True to wait until it is known.
-        """
-
-    def close(self) -> None:
-        """Ends the shards."""
-
-
-# Makes the shards of a bank without starting them.
-StartShards: TypeAlias = Callable[[ShardSettings], Shards]
 # Number of a shard -> options of its actor, as `ray.remote` takes them.
 ActorOptions: TypeAlias = Callable[[int], Mapping[str, Any]]
 
 
 class RayShards:
-    """The shards of a bank as actors that live as long as this object.
+    """The shards of a bank as actors that live as long as this object; their processes can be lost.
 
     Args:
         settings: how the shards are opened.
@@ -169,7 +142,7 @@ class RayShards:
         self._opening: dict[int, Any] = {}
 
     def start(self, number: int, *, create: bool = False) -> None:
-        """See `Shards.start`."""
+        """Begins to open a shard from its folder, replacing a running one. With `create`, makes the shard first."""
         former = self._actors.get(number)
         if former is not None:
             self._ray.kill(former)
@@ -180,7 +153,12 @@ class RayShards:
         self._actors[number], self._opening[number] = actor, actor.open.remote(create=create)
 
     def started(self, number: int, *, wait: bool) -> ShardContents | Exception | None:
-        """See `Shards.started`."""
+        """The outcome of the start: the shard's contents, an error, or None if it is not known yet.
+
+        Args:
+            number: number of the shard.
+            wait: True to wait until it is known.
+        """
         reference = self._opening[number]
         if not wait and not self._ray.wait([reference], timeout=0)[0]:
             return None
@@ -189,7 +167,11 @@ class RayShards:
         return found
 
     def ask(self, requests: Mapping[int, Request]) -> dict[int, Any]:
-        """See `Shards.ask`."""
+        """Makes a call to each of some shards, to all at the same time.
+
+        Returns:
+            For each shard the return value, the `MACError` that it raised, or a `LostShard` if it is lost.
+        """
         references = {
             number: getattr(self._actors[number], request.method).remote(*request.args, **request.kwargs)
             for number, request in requests.items()
@@ -209,9 +191,13 @@ class RayShards:
             return LostShard(str(error).strip().splitlines()[0])
 
     def close(self) -> None:
-        """See `Shards.close`."""
+        """Ends the shards."""
         for actor in self._actors.values():
             self._ray.kill(actor)
+
+
+# Makes the shards of a bank without starting them.
+StartShards: TypeAlias = Callable[[ShardSettings], RayShards]
 
 
 class WatchedShards:
@@ -236,7 +222,7 @@ class WatchedShards:
         self._look = threading.RLock()  # held briefly, never while a shard is asked
         self._lost: dict[int, LostShard] = {}  # shards that are restarting
         self._is_closed = False
-        self.transport: Shards = start(settings)
+        self.transport = start(settings)
         try:
             for number in self.numbers:
                 self.transport.start(number, create=create)

@@ -9,7 +9,7 @@ import os
 import re
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Container, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cache, partial
@@ -288,6 +288,12 @@ async def in_thread(
     """As `asyncio.to_thread`, but with `_THREADS` threads."""
     call = partial(contextvars.copy_context().run, function, *args, **kwargs)
     return await asyncio.get_running_loop().run_in_executor(_pool(), call)
+
+
+async def each_in_thread(items: Iterator[_Result]) -> AsyncIterator[_Result]:
+    """The items of an iterator, none of which is None; each is made in a thread."""
+    while (item := await in_thread(next, items, None)) is not None:
+        yield item
 
 
 @cache

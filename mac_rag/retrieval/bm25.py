@@ -1,6 +1,6 @@
-"""BM25: one class for two engines with equal results, an incremental index and rank_bm25 as the plain reference.
+"""BM25: one class for two engines, an incremental index and the library rank_bm25.
 
-Both compute the same scores from term ids. A scorer knows documents by row; rows ascend in the order of addition. Every
+Both compute scores from term ids. A scorer knows documents by row; rows ascend in the order of addition. Every
 statistic of the corpus (number of documents, mean length, document frequencies) is computed over the allowed documents
 alone, so a score equals, bit by bit, that in a corpus without the others.
 """
@@ -11,7 +11,6 @@ import math
 import re
 import unicodedata
 from array import array
-from collections import Counter
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import version
@@ -30,7 +29,6 @@ from mac_rag.untrusted_files import MalformedError
 
 KIND = "bm25"
 K1, B = 1.5, 0.75  # saturation of the term frequency, weight of the length normalization
-EPSILON = 0.25  # Okapi: the lower bound of an idf, as a fraction of the mean idf
 # Lucene's stop words.
 ENGLISH_STOPWORDS = tuple(
     "a an and are as at be but by for if in into is it no not of on or such that the their then there these they this "
@@ -41,7 +39,6 @@ ENGLISH_STOPWORDS = tuple(
 ANALYSIS = f"normal form 1, Unicode {unicodedata.unidata_version}, PyStemmer {version('PyStemmer')}"
 
 Engine = Literal["incremental", "rank_bm25"]
-Idf = Literal["lucene", "okapi"]
 Terms = NDArray[np.int32]  # the term ids of one document, repeated as they occur in it
 Mask = NDArray[np.bool_]  # True for the rows of allowed documents, [rows]
 ScoredRows = tuple[NDArray[np.int64], NDArray[np.float64]]  # ascending rows, and the score of each
@@ -118,16 +115,15 @@ class BM25Retriever(RowRetriever):
     that never held the others.
 
     Args:
-        engine: `incremental` updates its index at the cost of the changed documents only. `rank_bm25` is the library,
-            which indexes all documents again after a change, and all allowed documents at each call of `retrieve` with
-            `allowed`. Scores are the same.
+        engine: `incremental` updates its index at the cost of the changed documents only. The idf of a term that `n` of
+            `N` documents contain is Lucene's, `ln(1 + (N - n + 0.5) / (n + 0.5))`, which is always positive.
+            `rank_bm25` is the library's `BM25Okapi`, for comparisons with the results of others: its idf is
+            `ln((N - n + 0.5) / (n + 0.5))` or, if that is negative, a quarter of the mean idf. It indexes all documents
+            again after a change, and all allowed ones at each call of `retrieve` with `allowed`.
         tokenizer: splits documents and questions into terms; None for an English tokenizer.
-        idf: the idf of a term that `n` of `N` documents contain. `lucene` is `ln(1 + (N - n + 0.5) / (n + 0.5))`, which
-            is always positive, even for very few documents. `okapi` is `ln((N - n + 0.5) / (n + 0.5))` or, if that is
-            negative, a quarter of the mean idf, as in rank_bm25's `BM25Okapi`.
 
     Raises:
-        ConfigError: for an unknown engine or idf.
+        ConfigError: for an unknown engine.
 
     Examples:
         >>> from mac_rag.data.types import Document
@@ -140,15 +136,10 @@ class BM25Retriever(RowRetriever):
         ['bridge']
     """
 
-    def __init__(
-        self, engine: Engine = "incremental", *, tokenizer: Tokenizer | None = None, idf: Idf = "lucene"
-    ) -> None:
+    def __init__(self, engine: Engine = "incremental", *, tokenizer: Tokenizer | None = None) -> None:
         if engine not in get_args(Engine):
             raise ConfigError(f"unknown BM25 engine {engine!r}; choose one of {', '.join(get_args(Engine))}")
-        if idf not in get_args(Idf):
-            raise ConfigError(f"unknown idf {idf!r}; choose one of {', '.join(get_args(Idf))}")
         self.engine: Engine = engine
-        self.idf: Idf = idf
         self.tokenizer = tokenizer or Tokenizer()
         super().__init__()
         self._vocabulary: dict[str, int] = {}
@@ -199,7 +190,6 @@ class BM25Retriever(RowRetriever):
                 self._compact()
             body = {
                 "engine": self.engine,
-                "idf": self.idf,
                 "tokenizer": self.tokenizer.describe(),
                 "analysis": ANALYSIS,
                 "vocabulary": list(self._vocabulary),
@@ -211,14 +201,14 @@ class BM25Retriever(RowRetriever):
 
     @classmethod
     def load(cls, folder: Path) -> BM25Retriever:
-        """Reads a retriever from a folder, with its engine, idf and tokenizer.
+        """Reads a retriever from a folder, with its engine and tokenizer.
 
         Raises:
             BankError: if the folder holds no retriever, or a damaged one.
         """
         body, arrays = snapshot.read(folder, KIND)
         with snapshot.damaged(folder):
-            retriever = cls(body["engine"], tokenizer=Tokenizer(**body["tokenizer"]), idf=body["idf"])
+            retriever = cls(body["engine"], tokenizer=Tokenizer(**body["tokenizer"]))
             documents = snapshot.documents(body["documents"])
             if body["analysis"] != ANALYSIS:  # others may make other words of the same text, so index again
                 retriever.add(documents)
@@ -231,7 +221,7 @@ class BM25Retriever(RowRetriever):
         return retriever
 
     def _new_scorer(self) -> Scorer:
-        return Postings(self.idf) if self.engine == "incremental" else RankBM25(self.idf)
+        return Postings() if self.engine == "incremental" else RankBM25()
 
     def _ids(self, words: list[str]) -> Terms:
         vocabulary = self._vocabulary
@@ -310,13 +300,11 @@ class _Corpus:
         allowed: `[rows]`, True for their rows; None for all.
         documents: their number.
         norms: `[rows]`, the term of BM25's denominator that grows with a document's length.
-        floor: Okapi's lower bound of an idf; None until it is needed.
     """
 
     allowed: Mask | None
     documents: int
     norms: NDArray[np.float64]
-    floor: float | None = None
 
 
 class Postings:
@@ -324,16 +312,10 @@ class Postings:
 
     It stores, for each term, the rows that contain it and its counts there. Statistics of the corpus (idf, mean length)
     are applied for each question, so nothing becomes stale and nothing must be rebuilt. With `allowed`, a question
-    costs as much as without, plus a pass over the mask for each of its terms. The arithmetic follows rank_bm25
-    operation by operation, so scores equal its scores bit by bit, except where Okapi's lower bound applies: it is a
-    mean over the vocabulary, and such scores are equal up to rounding.
-
-    Args:
-        idf: `lucene` or `okapi`; see `BM25Retriever`.
+    costs as much as without, plus a pass over the mask for each of its terms.
     """
 
-    def __init__(self, idf: Idf) -> None:
-        self._idf = idf
+    def __init__(self) -> None:
         self._rows: list[array[int]] = []  # by term id: the rows that contain the term, ascending
         self._counts: list[array[int]] = []  # by term id: its count in each of these rows
         self._lengths = np.zeros(0)  # number of terms of each row, then spare zeros
@@ -417,40 +399,17 @@ class Postings:
             rows, counts = rows[is_allowed], counts[is_allowed]
         if not len(rows):
             return rows, np.zeros(0)
-        return rows, self._weight(len(rows), corpus) * (counts * (K1 + 1) / (counts + corpus.norms[rows]))
-
-    def _weight(self, holding: int, corpus: _Corpus) -> float:
-        """The idf of a term that `holding` documents of the corpus contain."""
-        if self._idf == "lucene":
-            return _lucene(corpus.documents, holding)
-        weight = _okapi(corpus.documents, holding)
-        if weight >= 0:
-            return weight
-        if corpus.floor is None:
-            sizes = Counter(self._holding(corpus.allowed))
-            total = math.fsum(_okapi(corpus.documents, size) * terms for size, terms in sizes.items())
-            corpus.floor = EPSILON * total / sizes.total()
-        return corpus.floor
-
-    def _holding(self, allowed: Mask | None) -> Iterator[int]:
-        """For each term of the corpus, the number of documents that contain it."""
-        if allowed is None:
-            return (len(rows) for rows in self._rows if rows)
-        counts = (int(allowed[np.frombuffer(rows, np.int32)].sum()) for rows in self._rows if rows)
-        return (count for count in counts if count)
+        idf = math.log(1 + (corpus.documents - len(rows) + 0.5) / (len(rows) + 0.5))
+        return rows, idf * (counts * (K1 + 1) / (counts + corpus.norms[rows]))
 
 
 class RankBM25:
-    """The `BM25Okapi` of rank_bm25, the plain reference; a question costs time linear in the number of documents.
+    """The `BM25Okapi` of rank_bm25; a question costs time linear in the number of documents.
 
     Its index is rebuilt at the first question after a change, and for every other set of allowed documents.
-
-    Args:
-        idf: `lucene` or `okapi`; see `BM25Retriever`.
     """
 
-    def __init__(self, idf: Idf) -> None:
-        self._idf = idf
+    def __init__(self) -> None:
         self._terms: dict[int, Terms] = {}
         self._index: Any = None  # over all documents; None after a change
 
@@ -478,29 +437,11 @@ class RankBM25:
 
         if not any(map(len, documents.values())):
             return None
-        corpus = [terms.tolist() for terms in documents.values()]
-        index = BM25Okapi(corpus, k1=K1, b=B, epsilon=EPSILON)
-        if self._idf == "lucene":
-            containing = Counter(term for document in corpus for term in set(document))
-            index.idf = {term: _lucene(len(corpus), holding) for term, holding in containing.items()}
-        return index
+        return BM25Okapi([terms.tolist() for terms in documents.values()], k1=K1, b=B)
 
     def _scored(self, terms: Sequence[int], index: Any, rows: NDArray[np.int64]) -> ScoredRows:
         if index is None:
             return np.zeros(0, dtype=np.int64), np.zeros(0)
-        scores = index.get_scores(list(terms))
-        if self._idf == "lucene":
-            hits = np.flatnonzero(scores > 0)
-        else:  # Okapi's score can be 0 or less for a document that shares a term
-            hits = np.flatnonzero([not counts.keys().isdisjoint(terms) for counts in index.doc_freqs])
-        return rows[hits], scores[hits]
-
-
-def _lucene(documents: int, holding: int) -> float:
-    """Lucene's idf of a term that `holding` of `documents` documents contain; always positive."""
-    return math.log(1 + (documents - holding + 0.5) / (holding + 0.5))
-
-
-def _okapi(documents: int, holding: int) -> float:
-    """Okapi's idf without its lower bound; negative for a term in more than half of the documents."""
-    return math.log(documents - holding + 0.5) - math.log(holding + 0.5)
+        # The score of a document that shares a term can be 0 or less.
+        hits = np.flatnonzero([not counts.keys().isdisjoint(terms) for counts in index.doc_freqs])
+        return rows[hits], index.get_scores(list(terms))[hits]

@@ -6,7 +6,7 @@ import copy
 import math
 import threading
 from collections.abc import Container, Sequence
-from typing import Any, Literal
+from typing import Any
 
 from llama_index.core import Document as IndexDocument
 from llama_index.core.base.base_retriever import BaseRetriever
@@ -20,19 +20,11 @@ from mac_rag.data.types import Document
 from mac_rag.errors import BankError, ConfigError, DocumentError
 from mac_rag.retrieval.base import Hit, Retriever, check_request
 
-FiledBy = Literal["source", "node"]
 
-
-def document_id(node: BaseNode, filed_by: FiledBy) -> str:
-    """The id of a node's document in the memory bank.
-
-    Args:
-        node: a whole document, or a part of one.
-        filed_by: `source` for the id of the node's source document, or the node's own id if it has no source; `node`
-            for the node's own id.
-    """
-    own: str = node.node_id
-    return own if filed_by == "node" else node.ref_doc_id or own
+def document_id(node: BaseNode) -> str:
+    """The id of a node's document in the memory bank: that of its source, or its own if it has no source."""
+    name: str = node.ref_doc_id or node.node_id
+    return name
 
 
 class LlamaIndexRetriever(Retriever):
@@ -59,18 +51,16 @@ class LlamaIndexRetriever(Retriever):
     Args:
         source: an index, which is searched in its current state and takes new documents; or a retriever, which is only
             read. An index must have a docstore, because a vector store alone cannot tell which documents it holds.
-        filed_by: which document a node belongs to; see `document_id`.
         options: further arguments of the index's `as_retriever`, such as `vector_store_query_mode`.
 
     Raises:
         ConfigError: for a retriever with options; on `retrieve`, for `allowed` without a vector search.
     """
 
-    def __init__(self, source: BaseRetriever | BaseIndex[Any], *, filed_by: FiledBy = "source", **options: Any) -> None:
+    def __init__(self, source: BaseRetriever | BaseIndex[Any], **options: Any) -> None:
         if options and isinstance(source, BaseRetriever):
             raise ConfigError(f"a retriever takes no options {', '.join(options)}; set them where it is made")
         self._source: Any = source
-        self._filed_by: FiledBy = filed_by
         self._options = options
         self._lock = threading.RLock()
 
@@ -176,7 +166,7 @@ class LlamaIndexRetriever(Retriever):
         """
         hits: dict[str, Hit] = {}
         for scored in nodes:
-            name = document_id(scored.node, self._filed_by)
+            name = document_id(scored.node)
             if allowed is not None and name not in allowed:
                 continue
             score = scored.score or 0.0

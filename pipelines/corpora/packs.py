@@ -19,6 +19,8 @@ from pipelines.corpora.qa_data import mentions
 
 _DEPTH = 12  # documents that are retrieved for a pack; those that are not in it are what others ask about in vain
 
+_JOINED, _MOST_TOKENS = 0.25, 512  # of documents that are joined: their share, and their most tokens
+
 
 class PackConfig(Config):
     """What a pack holds.
@@ -27,15 +29,11 @@ class PackConfig(Config):
         documents: numbers of documents; one is drawn for each pack.
         questions: most questions of a pack.
         absent: share of questions whose document is not in the pack; their target is the abstention.
-        join: probability that a document is joined with the one before it, if both have one title.
-        document_tokens: most tokens of joined documents.
     """
 
     documents: tuple[int, ...] = (1, 2, 3, 4, 5)
     questions: int = Field(12, ge=1)
     absent: float = Field(0.0, ge=0, le=1)
-    join: float = Field(0.25, ge=0, lt=1)
-    document_tokens: int = Field(512, ge=1)
 
     @field_validator("documents")
     @classmethod
@@ -164,8 +162,15 @@ def needed(question: Question) -> set[str]:
     return {question.gold, *question.further_ids}
 
 
-def joined_documents(data: QADataset, prompt: BlockPrompt, config: PackConfig, *, seed: int) -> QADataset:
-    """A data set in which some neighbouring documents of one title are one document; its id is that of the first."""
+def joined_documents(
+    data: QADataset, prompt: BlockPrompt, *, seed: int, share: float = _JOINED, most: int = _MOST_TOKENS
+) -> QADataset:
+    """A data set in which some neighbouring documents of one title are one document; its id is that of the first.
+
+    Args:
+        share: probability that a document is joined with the one before it.
+        most: most tokens of joined documents.
+    """
     rng = random.Random(f"join/{seed}")
     documents: list[Document] = []
     place: dict[str, str] = {}
@@ -175,7 +180,7 @@ def joined_documents(data: QADataset, prompt: BlockPrompt, config: PackConfig, *
         title = document.metadata.get("title")
         same = bool(documents) and title is not None and documents[-1].metadata.get("title") == title
         # One token more for the line break.
-        if same and used + length < config.document_tokens and rng.random() < config.join:
+        if same and used + length < most and rng.random() < share:
             last = documents.pop()
             documents.append(dataclasses.replace(last, text=f"{last.text.strip()}\n{document.text.strip()}"))
             place[document.id] = last.id

@@ -275,7 +275,7 @@ def fingerprint(retriever: Retriever) -> str:
         return json.dumps([retriever.weights, retriever.depth, *map(fingerprint, retriever.retrievers)])
     assert isinstance(retriever, BM25Retriever)
     versions = [version(package) for package in ("mac-rag", "PyStemmer")]
-    return json.dumps([retriever.idf, retriever.tokenizer.describe(), versions])
+    return json.dumps([retriever.engine, retriever.tokenizer.describe(), versions])
 
 
 def _read(file: Path, shape: tuple[int, int]) -> Rows | None:

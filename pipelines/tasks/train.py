@@ -59,7 +59,7 @@ class TrainTask(Task):
         reconstruction = any(losses.reconstruction for losses in config.all_losses)
         unanswered = not any(losses.need_answers for losses in config.all_losses)
         data = config.data.training_set(unanswered=unanswered)
-        if config.trainer.parallel == "fsdp":
+        if config.trainer.in_parts:
             _require_answers(data)
         held_out = config.data.validation_set(unanswered=unanswered)
         data, self._validation = (

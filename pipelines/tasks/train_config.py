@@ -158,7 +158,7 @@ class TrainConfig(Config):
     def _reading_trains_the_lm(self) -> Self:
         if self.reading is not None and self.tune_base_lm == "frozen":
             raise ValueError("reading trains the LM, but tune_base_lm is frozen; set it to lora or full")
-        if self.reading is not None and self.trainer.parallel == "fsdp":
+        if self.reading is not None and self.trainer.in_parts:
             raise ValueError(
                 "with trainer.parallel: fsdp all processes must call the LM equally often, which steps of reading do "
                 "not; leave reading out"
@@ -177,7 +177,7 @@ class TrainConfig(Config):
     @model_validator(mode="after")
     def _processes_call_alike(self) -> Self:
         """Processes that train in parts gather each layer together, so all must call it equally often."""
-        if self.trainer.parallel != "fsdp":
+        if not self.trainer.in_parts:
             return self
         if self.without_memory:
             raise ValueError(

@@ -38,25 +38,10 @@ _DESCRIPTION, _LARGEST_DESCRIPTION = "reading.json", 1 << 16
 _READ_AT_ONCE = 8  # documents
 _VALIDATED_AT_ONCE = 20  # questions
 _ANSWER_TOKENS = 16
-
-
-class CodecConfig(Config):
-    """The codec that documents pass through.
-
-    Attributes:
-        compression: how many times smaller than its keys and values, in 16 bits, a document is; one is drawn for each
-            pack. The first is that of the validation.
-        fitted_on: training documents that the codec is fitted on, at the start and at each validation.
-    """
-
-    compression: tuple[int, ...] = (20, 40, 80, 160)
-    fitted_on: int = Field(100, ge=1)
-
-    @model_validator(mode="after")
-    def _check(self) -> CodecConfig:
-        if not self.compression or min(self.compression) < 1:
-            raise ValueError(f"compression must hold numbers of at least 1, got {list(self.compression)}")
-        return self
+_FITTED_ON = 100  # training documents that the codec is fitted on, at the start and at each validation
+# At the start: what a document's score, relative to the best of its pack, is multiplied by before it is added to the
+# attention logits of its tokens.
+_BIAS_SCALE = 0.5
 
 
 class FurtherConfig(Config):
@@ -83,14 +68,14 @@ class TuneReadingConfig(Config):
         system: the system message; None for what the chat template writes by itself.
         abstention: the answer where the right document is absent.
         packs: documents and questions of a training sequence.
-        codec: what documents pass through in training and validation; None for their keys and values as they are.
+        compression: how many times smaller than its keys and values, in 16 bits, a codec makes a document in training
+            and validation; one is drawn for each pack, and the first is that of the validation. None for keys and
+            values as they are.
         further: name -> other data sets, from which the rest of the packs is. Each validation gives the loss of the
             answers to their questions, and F1 and EM, after the best documents, among them those that they need.
         distillation: weight of the LM itself as the teacher, from 0 to 1: the target of an answer's tokens is then what
             the LM without updates predicts after the right document's text. The rest of the weight, and all of it for
             a question whose document is absent, is on the answer itself.
-        bias: the bias scale at the start: by how much a document's score, relative to the best of its pack, is
-            multiplied before it is added to the attention logits of its tokens.
         lora_rank: rank of the updates.
         validation_questions: number of questions of each validation, from all over the validation split.
     """
@@ -104,17 +89,18 @@ class TuneReadingConfig(Config):
     system: str | None = None
     abstention: str = "I don't know"
     packs: PackConfig = PackConfig()
-    codec: CodecConfig | None = None
+    compression: tuple[int, ...] | None = None
     distillation: float = Field(0.0, ge=0, le=1)
     data: DataConfig = DataConfig()
     further: dict[str, FurtherConfig] = Field(default_factory=dict)
-    bias: float = 0.5
     lora_rank: int = Field(16, ge=1)
     validation_questions: int = Field(100, ge=1)
     trainer: TrainerConfig
 
     @model_validator(mode="after")
-    def _shares(self) -> TuneReadingConfig:
+    def _check(self) -> TuneReadingConfig:
+        if self.compression is not None and not all(number >= 1 for number in self.compression or (0,)):
+            raise ValueError(f"compression must hold numbers of at least 1, got {list(self.compression)}")
         total = sum(further.share for further in self.further.values())
         if total >= 1:
             raise ValueError(f"the shares of further data add up to {total:g}; leave some packs to data")
@@ -156,7 +142,7 @@ class TuneReadingTask(Task):
         check_lm_class(lm)
         self.lm = lm
         self.prompt = BlockPrompt(tokenizer, config.turn, config.system)
-        data = joined_documents(config.data.training_set(), self.prompt, config.packs, seed=config.trainer.seed)
+        data = joined_documents(config.data.training_set(), self.prompt, seed=config.trainer.seed)
         self._training = PackMaker(config.packs, data, config.abstention)
         self._validation = PackMaker(config.packs, config.data.validation_set(), config.abstention)
         self._further: dict[str, tuple[PackMaker, PackMaker]] = {}
@@ -169,7 +155,7 @@ class TuneReadingTask(Task):
         lora = LoraConfig(r=config.lora_rank, lora_alpha=2 * config.lora_rank, target_modules="all-linear")
         self._adapted: list[Any] = [get_peft_model(lm, lora)]  # in a list: its weights are those of `lm`
         use_master_weights(lm)
-        self.bias_scale = nn.Parameter(torch.tensor(config.bias, device=lm.device))
+        self.bias_scale = nn.Parameter(torch.tensor(_BIAS_SCALE, device=lm.device))
         if config.adapter is not None:
             self._load_adapter(Path(config.adapter))
         self._blocks = BlockAttentionLM(lm, self.prompt.opening, longest=longest)
@@ -177,11 +163,11 @@ class TuneReadingTask(Task):
         answering.end_tokens = sorted({*answering.end_tokens, *self.prompt.end_tokens})
         self._answering = [answering]  # in a list, as above
         self.codec: KVCodec | None = None
-        if config.codec is not None:
+        if config.compression is not None:
             layers, kv_heads, head_width = self._blocks.shape
             self.codec = KVCodec(layers=layers, kv_heads=kv_heads, head_width=head_width).to(lm.device)
             raw = 2 * 2 * layers * kv_heads * head_width  # bytes of a token in 16 bits
-            self._rates = [raw // compression for compression in config.codec.compression]
+            self._rates = [raw // compression for compression in config.compression]
             for rate in self._rates:
                 self.codec.check_rate(rate)
 
@@ -254,7 +240,7 @@ class TuneReadingTask(Task):
             for question, answer in zip(pack.questions, pack.answers, strict=True)
         ]
         scores = torch.tensor(pack.scores, device=self.lm.device)
-        rate = None if self.config.codec is None else rng.choice(self._rates)
+        rate = None if self.codec is None else rng.choice(self._rates)
         ids = [document.id for document in pack.documents]
         right = [[name in needed(q) and needed(q) <= set(ids) for name in ids] for q in pack.questions]
         is_right = torch.tensor(right, device=self.lm.device)
@@ -267,10 +253,9 @@ class TuneReadingTask(Task):
     @torch.no_grad()
     def _fit_codec(self) -> None:
         """Fits the codec to training documents as the LM reads them now."""
-        assert self.config.codec is not None
         assert self.codec is not None
         documents = self._training.data.documents
-        every = max(1, len(documents) // self.config.codec.fitted_on)
+        every = max(1, len(documents) // _FITTED_ON)
         with self._half_precision():
             read = [part for _, part in self._read(documents[::every])]
         self.codec.fit([part.documents for part in read])
@@ -420,7 +405,7 @@ class TuneReadingTask(Task):
             "system": config.system,
             "abstention": config.abstention,
             "bias_scale": self.bias_scale.item(),
-            "codec": None if config.codec is None else config.codec.model_dump(),
+            "codec": None if config.compression is None else {"compression": config.compression},
         }
         if self.codec is not None:
             save_file(self.codec.state_dict(), folder / "codec.safetensors")

@@ -38,19 +38,19 @@ def everything(retriever: BM25Retriever) -> object:
     )
 
 
-def fresh(documents: dict[str, Document], idf: str) -> BM25Retriever:
-    retriever = BM25Retriever(tokenizer=PLAIN, idf=idf)  # type: ignore[arg-type]
+def fresh(documents: dict[str, Document]) -> BM25Retriever:
+    retriever = BM25Retriever(tokenizer=PLAIN)
     retriever.add(list(documents.values()))
     return retriever
 
 
 @settings(max_examples=150, deadline=None)
-@given(st.data(), st.booleans(), st.sampled_from(["lucene", "okapi"]))
-def test_results_are_those_of_a_retriever_in_memory(data: st.DataObject, keep_texts: bool, idf: str) -> None:
+@given(st.data(), st.booleans())
+def test_results_are_those_of_a_retriever_in_memory(data: st.DataObject, keep_texts: bool) -> None:
     """After every change, rollback, refresh, deletion by the bank alone, and reopening."""
     with fast_folder() as folder:
         bank = MemoryBank.create(folder / "bank", "f00d", keep_texts=keep_texts)
-        retriever = BankBM25Retriever(bank, tokenizer=PLAIN, idf=idf)  # type: ignore[arg-type]
+        retriever = BankBM25Retriever(bank, tokenizer=PLAIN)
         kept: dict[str, Document] = {}
         retriever.put([])
         bank.commit()
@@ -88,13 +88,13 @@ def test_results_are_those_of_a_retriever_in_memory(data: st.DataObject, keep_te
                 kept = dict(committed)
             elif step == "refresh":
                 reader.refresh()
-                assert everything(follower) == everything(fresh(committed, idf))
+                assert everything(follower) == everything(fresh(committed))
             elif step == "open":
                 bank.close()
                 bank = MemoryBank.open(folder / "bank", write=True)
                 retriever = BankBM25Retriever(bank)
                 kept = dict(committed)
-            assert everything(retriever) == everything(fresh(kept, idf))
+            assert everything(retriever) == everything(fresh(kept))
             assert len(retriever) == len(kept)
             assert index_size(bank) == len(kept)
             assert not list(index_faults(bank))
@@ -120,20 +120,18 @@ def bytes_of(bank: MemoryBank) -> bytes:
 def test_an_opened_index_finds_what_was_committed(keep_texts: bool, folder: Path) -> None:
     with MemoryBank.create(folder / "bank", "f00d", keep_texts=keep_texts) as bank:
         bank.put([BRIDGE], memory(1))
-        BankBM25Retriever(bank, tokenizer=Tokenizer(stemmer="german"), idf="okapi").put([BRIDGE, RIVER])
+        BankBM25Retriever(bank, tokenizer=Tokenizer(stemmer="german")).put([BRIDGE, RIVER])
         bank.commit()
     retriever = BankBM25Retriever(MemoryBank.open(folder / "bank"))
     assert retriever.documents(["bridge", "river"]) == [BRIDGE, RIVER]
-    assert (retriever.tokenizer.stemmer, retriever.idf) == ("german", "okapi")
+    assert retriever.tokenizer.stemmer == "german"
     assert names(retriever, "Who opened the bridge?") == ["bridge"]
 
 
-def test_another_tokenizer_or_idf_than_that_of_the_index_is_refused(bank: MemoryBank) -> None:
+def test_another_tokenizer_than_that_of_the_index_is_refused(bank: MemoryBank) -> None:
     BankBM25Retriever(bank).put([BRIDGE])
     with pytest.raises(ConfigError, match="tokenizer"):
         BankBM25Retriever(bank, tokenizer=PLAIN)
-    with pytest.raises(ConfigError, match="'lucene', not 'okapi'"):
-        BankBM25Retriever(bank, idf="okapi")
 
 
 def test_a_bank_that_is_open_for_reading_has_no_index_that_can_be_changed(bank: MemoryBank) -> None:

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 from mac_rag.data import readers
 from mac_rag.data.provenance import Member
-from mac_rag.data.readers import find_files, placed_documents, read_documents, read_good_documents
+from mac_rag.data.readers import find_files, read_documents, read_good_documents
 from mac_rag.data.squad import read_official
 from mac_rag.data.table import read_table
 from mac_rag.data.types import Document
@@ -233,8 +233,6 @@ def test_rows_are_read_however_they_are_written(tmp_path: Path, name: str, conte
     (tmp_path / name).write_bytes(content.encode())
     documents = read_documents([tmp_path / name])
     assert documents == [Document(document_id, text, {"n": n}) for document_id, text, n in ROWS]
-    places = [place for place, _ in placed_documents(tmp_path / name)]
-    assert [document for _, document in placed_documents(tmp_path / name, places[1])] == documents[1:]
 
 
 @given(
@@ -399,7 +397,7 @@ def test_a_file_that_grows_out_of_bounds_is_refused_before_it_is_decoded(
 
 
 def test_texts_that_repeat_are_no_fault(tmp_path: Path) -> None:
-    """As paragraphs with many questions do, also in lists, objects and mappings, and in part of a file."""
+    """As paragraphs with many questions do, also in lists, objects and mappings."""
     import pyarrow
     import pyarrow.parquet
 
@@ -410,10 +408,9 @@ def test_texts_that_repeat_are_no_fault(tmp_path: Path) -> None:
     kind = pyarrow.map_(pyarrow.string(), pyarrow.string())
     pairs = pyarrow.array([[("k", f"{n}")] * (n % 3) for n in range(300)], kind)
     pyarrow.parquet.write_table(table.append_column("pairs", pairs), tmp_path / "rows.parquet", row_group_size=100)
-    found = list(placed_documents(tmp_path / "rows.parquet"))
-    assert [document.metadata["tags"] for _, document in found] == [row["tags"] for row in rows]
-    assert [len(document.metadata["pairs"]) for _, document in found] == [n % 3 for n in range(300)]
-    assert list(placed_documents(tmp_path / "rows.parquet", found[150][0])) == found[150:]
+    found = read_documents([tmp_path / "rows.parquet"])
+    assert [document.metadata["tags"] for document in found] == [row["tags"] for row in rows]
+    assert [len(document.metadata["pairs"]) for document in found] == [n % 3 for n in range(300)]
 
 
 def test_a_damaged_file_is_read_or_refused(tmp_path: Path) -> None:
@@ -439,7 +436,7 @@ def test_a_missing_library_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPa
             read_documents([Path(path)])
 
 
-def test_a_data_set_of_the_hub_is_read_from_any_row_on(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_data_set_of_the_hub_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     import datasets
 
     asked: list[Any] = []
@@ -450,10 +447,8 @@ def test_a_data_set_of_the_hub_is_read_from_any_row_on(monkeypatch: pytest.Monke
         return datasets.Dataset.from_list(rows)
 
     monkeypatch.setattr(datasets, "load_dataset", load)
-    whole = list(placed_documents(Path("hub:someone/read")))
-    assert [document for _, document in whole] == [Document(row["id"], row["text"], {"n": row["n"]}) for row in rows]
-    for number, (place, _) in enumerate(whole):
-        assert list(placed_documents(Path("hub:someone/read"), place)) == whole[number:]
+    whole = read_documents([Path("hub:someone/read")])
+    assert whole == [Document(row["id"], row["text"], {"n": row["n"]}) for row in rows]
     assert len(read_documents([Path("hub:someone/read/2024.en:test")])) == 5
     assert asked == [("someone/read", None, "train"), ("someone/read", "2024.en", "test")]
 

@@ -1,36 +1,36 @@
-"""Bulk adaptation on Ray gives the bank that one process gives: whatever dies meanwhile, and whatever is wrong."""
+"""Amortization on Ray gives the bank that one process gives: whatever dies meanwhile, and whatever is wrong."""
 
 from __future__ import annotations
 
-import csv
 import json
 import os
-import signal
-import time
+import shutil
 from collections.abc import Iterator
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from mac_rag.adapting import GROUP, DocumentWriter
+from mac_rag import adapting as plain
+from mac_rag.adapting import GROUP
 from mac_rag.bank.bank import MemoryBank
-from mac_rag.data.readers import read_documents
-from mac_rag.data.types import AdaptReport
+from mac_rag.data.types import AdaptReport, Document
 from mac_rag.distributed import adapting
-from mac_rag.distributed.adapting import BulkAdapter
+from mac_rag.distributed.adapting import Amortizer, RayWorkers
 from mac_rag.distributed.cluster import connected_ray
 from mac_rag.engine import MACEngine
-from mac_rag.errors import BankError, ConfigError, DataError, DocumentError, MACError, WorkerError
+from mac_rag.errors import FingerprintError, MACError, WorkerError
 from mac_rag.model import MACModel
 from mac_rag.retrieval.bm25 import BM25Retriever
 from tests.cli.helpers import run
-from tests.distributed.helpers import Counting, Doomed, Dying, Failing, Stalling
+from tests.distributed.helpers import Doomed, Dying, Failing
 
-COUNT = 2 * GROUP + 100  # three groups
-ROWS = GROUP + 50  # so that a group begins in one file and ends in another
+COUNT = GROUP + 100  # two groups
+DOCUMENTS = [
+    Document(f"d{number}", f"Person {number} was appointed." * (1 + number % 7), {"n": number})
+    for number in range(COUNT)
+]
 
 
 @pytest.fixture(scope="module")
@@ -51,65 +51,26 @@ def test_ray_listens_on_the_loopback_address_and_reports_nothing(ray: Any) -> No
     assert os.environ["RAY_AUTH_MODE"] == "token"
 
 
-def text(number: int) -> str:
-    return f"Person {number} was appointed." * (1 + number % 7)
+@pytest.fixture(autouse=True)
+def small_windows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several windows in each group."""
+    monkeypatch.setattr(plain, "WINDOW", 2000)
 
 
-@pytest.fixture(scope="module")
-def files(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    """Documents in four kinds of files."""
-    import pyarrow
-    import pyarrow.parquet
-
-    folder = tmp_path_factory.mktemp("documents")
-    rows = [{"id": f"d{number}", "text": text(number), "n": number} for number in range(COUNT)]
-    (folder / "a.jsonl").write_text("\n\n".join(map(json.dumps, rows[:ROWS])) + "\n")
-    with (folder / "b.csv").open("w", newline="") as file:
-        writer = csv.DictWriter(file, ["id", "text", "n"])
-        writer.writeheader()
-        writer.writerows({**row, "text": f"{row['text']}\n\nMore."} for row in rows[ROWS:-10])
-    table = pyarrow.Table.from_pylist(rows[-10:-1])
-    pyarrow.parquet.write_table(table, folder / "c.parquet", row_group_size=4)
-    (folder / "d.md").write_text("Ada Voss was appointed.")
-    return sorted(folder.iterdir())
-
-
-@pytest.fixture(scope="module")
-def one_process(loaded_tiny_model: MACModel, files: list[Path]) -> MemoryBank:
-    """The bank that one process makes of the files."""
-    bank = MemoryBank(loaded_tiny_model.fingerprint, keep_texts=True)
-    MACEngine(loaded_tiny_model, bank).adapt(read_documents(files))
+@pytest.fixture
+def one_process(loaded_tiny_model: MACModel) -> MemoryBank:
+    """The bank that one process makes of the documents."""
+    bank = MemoryBank(loaded_tiny_model.fingerprint)
+    MACEngine(loaded_tiny_model, bank).adapt(DOCUMENTS)
     return bank
-
-
-def bulk_adapt(
-    model: MACModel, checkpoint: Path, folder: Path, files: list[Path], retriever: Any = None, actors: int = 2
-) -> tuple[AdaptReport, MemoryBank]:
-    """Adapts the bank in a folder, which is made if it does not exist."""
-    exists = MemoryBank.exists(folder)
-    opened = (
-        MemoryBank.open(folder, write=True)
-        if exists
-        else MemoryBank.create_on_commit(folder, model.fingerprint, keep_texts=True)
-    )
-    with opened as bank:
-        report = BulkAdapter(model, str(checkpoint), bank, folder, retriever, actors=actors).adapt(files)
-    return report, MemoryBank.open(folder) if MemoryBank.exists(folder) else bank
 
 
 def assert_equal(bank: MemoryBank, expected: MemoryBank) -> None:
     assert torch.equal(bank.phi, expected.phi)
-    assert torch.equal(bank.row_keys, expected.row_keys)
     for ours, theirs in zip(bank, expected, strict=True):
-        assert ours.texts == theirs.texts
         assert [(m.document_id, m.content_hash, m.metadata) for m in ours.members] == [
             (m.document_id, m.content_hash, m.metadata) for m in theirs.members
         ]
-
-
-def amortized(folder: Path) -> int:
-    """How many groups `Counting` has amortized beside this folder."""
-    return len(list(folder.glob("amortized-*")))
 
 
 @pytest.mark.long
@@ -119,104 +80,32 @@ def test_actors_make_the_bank_of_one_process(
     actors: int,
     loaded_tiny_model: MACModel,
     tiny_checkpoint: Path,
-    files: list[Path],
     one_process: MemoryBank,
-    tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(adapting, "Amortizer", Counting)
-    retriever = BM25Retriever()
-    arguments = (loaded_tiny_model, tiny_checkpoint, tmp_path / "bank", files, retriever, actors)
-    write, calls = DocumentWriter.write_encoded, []
-
-    def write_two(self: DocumentWriter, *values: Any) -> Any:
-        calls.append(values)
-        if len(calls) > 2:
-            raise BankError("the disk is full")
-        return write(self, *values)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(DocumentWriter, "write_encoded", write_two)
-        with pytest.raises(BankError, match="the disk is full"):
-            bulk_adapt(*arguments)
-    assert amortized(tmp_path) == 3
-    assert len(retriever) == len(MemoryBank.open(tmp_path / "bank")) == 2 * GROUP
-
-    report, bank = bulk_adapt(*arguments)
-    rest = COUNT - 2 * GROUP
-    assert report == AdaptReport(added=rest, updated=0, unchanged=2 * GROUP, rows=rest, filed=rest)
-    assert amortized(tmp_path) == 3  # the third group, too, by the first call
-    assert_equal(bank, one_process)
-    assert retriever.content_hashes() == {m.document_id: m.content_hash for entry in bank for m in entry.members}
-    assert not list(tmp_path.glob("*staging*"))
+    monkeypatch.setattr(loaded_tiny_model, "amortize_rows", None)  # the calling process encodes nothing
+    retriever, workers = BM25Retriever(), RayWorkers(loaded_tiny_model, str(tiny_checkpoint), actors)
+    engine = MACEngine(loaded_tiny_model, MemoryBank(loaded_tiny_model.fingerprint), retriever, workers=workers)
+    report = engine.adapt(DOCUMENTS)
+    assert report == AdaptReport(added=COUNT, updated=0, unchanged=0, rows=COUNT, filed=COUNT)
+    assert_equal(engine.bank, one_process)
+    assert len(retriever) == COUNT
+    later = [Document("d0", "Person 0 was appointed.", {"n": -1}), Document("new", "Ada Voss was appointed.")]
+    report = engine.adapt([*later, *DOCUMENTS[1:]])
+    assert (report.added, report.updated, report.unchanged, report.rows) == (1, 1, COUNT - 1, 1)
 
 
 @pytest.mark.slow
-def test_the_command_does_nothing_again_for_a_bank_that_holds_all(
-    ray: Any,
-    tiny_checkpoint: Path,
-    files: list[Path],
-    one_process: MemoryBank,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+def test_the_command_makes_the_bank_of_one_process(
+    ray: Any, tiny_checkpoint: Path, one_process: MemoryBank, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(adapting, "Amortizer", Counting)
-    bank = tmp_path / "bank"
-    one_process.save(bank)
-    result = run("adapt", files[0].parent, "--bank", bank, "--model", tiny_checkpoint, "--ray", "--actors", 1)
-    assert result.stdout == f"0 added, 0 updated, {COUNT} unchanged; {bank} holds {COUNT} documents\n"
-    assert [path.name for path in tmp_path.iterdir()] == ["bank"]
-    assert_equal(MemoryBank.open(bank), one_process)
-
-
-BAD = {
-    "row": ('{"id": "x", "text": 1}', DataError, r"bad\.jsonl, row 602: 'text' must be a text, got 1"),
-    "empty": ('{"id": "x", "text": " "}', DataError, r"bad\.jsonl, row 602: 'text' is empty"),
-    "twice": ('{"id": "d0", "text": "once more"}', BankError, "document id 'd0' occurs twice"),
-    "lone surrogate": ('{"id": "x", "text": "\\ud83d"}', DocumentError, "document 'x': .*half of a surrogate pair"),
-    "date": ('{"id": "x", "text": "A text.", "date": "03/04/2004"}', BankError, "document 'x': .*in several ways"),
-}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("row", "kind", "message"), BAD.values(), ids=list(BAD))
-def test_a_bad_document_is_named_and_nothing_is_done(
-    ray: Any,
-    loaded_tiny_model: MACModel,
-    tiny_checkpoint: Path,
-    tmp_path: Path,
-    row: str,
-    kind: type[MACError],
-    message: str,
-) -> None:
-    rows = [json.dumps({"id": f"d{number}", "text": text(number)}) for number in range(601)]
-    (tmp_path / "bad.jsonl").write_text("\n".join([*rows, row]) + "\n")
-    with pytest.raises(kind, match=message):
-        bulk_adapt(loaded_tiny_model, tiny_checkpoint, tmp_path / "bank", [tmp_path / "bad.jsonl"])
-    assert [path.name for path in tmp_path.iterdir()] == ["bad.jsonl"]
-
-
-@pytest.mark.slow
-def test_a_circle_of_documents_that_supersede_each_other_is_refused(
-    ray: Any, loaded_tiny_model: MACModel, tiny_checkpoint: Path, tmp_path: Path
-) -> None:
-    rows = [{"id": name, "text": f"Text {name}.", "supersedes": other} for name, other in (("a", "b"), ("b", "a"))]
-    (tmp_path / "circle.jsonl").write_text("\n".join(map(json.dumps, rows)) + "\n")
-    with pytest.raises(BankError, match="in a circle: 'a' -> 'b' -> 'a'"):
-        bulk_adapt(loaded_tiny_model, tiny_checkpoint, tmp_path / "bank", [tmp_path / "circle.jsonl"])
-    assert not MemoryBank.exists(tmp_path / "bank")
-
-
-@pytest.mark.slow
-def test_what_only_an_actor_notices_is_named_and_nothing_is_committed(
-    ray: Any, loaded_tiny_model: MACModel, tiny_checkpoint: Path, tmp_path: Path
-) -> None:
-    (tmp_path / "long.txt").write_text("A long text. " * 1000)
-    bank = MemoryBank.create_on_commit(tmp_path / "bank", loaded_tiny_model.fingerprint)
-    bulk = BulkAdapter(loaded_tiny_model, str(tiny_checkpoint), bank, tmp_path / "bank", actors=1)
-    with pytest.raises(DocumentError, match=r"document '.*long\.txt': a text of 13,000 characters is longer"):
-        bulk.adapt([tmp_path / "long.txt"], on_long="error")
-    assert [path.name for path in tmp_path.iterdir()] == ["long.txt"]
+    rows = [{"id": each.id, "text": each.text, **each.metadata} for each in DOCUMENTS]
+    (tmp_path / "rows.jsonl").write_text("\n".join([*map(json.dumps, rows), '{"id": "bad"}']) + "\n")
+    options = ["--bank", tmp_path / "bank", "--model", tiny_checkpoint, "--ray", "--actors", 1, "--skip-bad"]
+    result = run("adapt", tmp_path / "rows.jsonl", *options)
+    assert f"{COUNT} added, 0 updated, 0 unchanged" in result.stdout, result.output
+    assert "1 left out" in result.stderr
+    assert_equal(MemoryBank.open(tmp_path / "bank"), one_process)
 
 
 @pytest.mark.slow
@@ -224,97 +113,39 @@ def test_an_actor_that_dies_changes_nothing(
     ray: Any,
     loaded_tiny_model: MACModel,
     tiny_checkpoint: Path,
-    files: list[Path],
     one_process: MemoryBank,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    checkpoint = shutil.copytree(tiny_checkpoint, tmp_path / "model")
     monkeypatch.setattr(adapting, "Amortizer", Dying)
-    _, bank = bulk_adapt(loaded_tiny_model, tiny_checkpoint, tmp_path / "bank", files)
+    engine = MACEngine(loaded_tiny_model, workers=RayWorkers(loaded_tiny_model, str(checkpoint), 2))
+    engine.adapt(DOCUMENTS)
     assert (tmp_path / "died").exists()
-    assert_equal(bank, one_process)
-
-
-def stalled_driver(checkpoint: Path, folder: Path, files: list[Path]) -> None:
-    """Runs in a process of its own, until it is killed."""
-    adapting.Amortizer = Stalling  # type: ignore[misc]
-    bulk_adapt(MACModel.from_pretrained(checkpoint, device="cpu"), checkpoint, folder, files)
-
-
-@pytest.mark.slow
-def test_after_a_killed_driver_the_finished_groups_are_not_amortized_again(
-    loaded_tiny_model: MACModel,
-    tiny_checkpoint: Path,
-    files: list[Path],
-    one_process: MemoryBank,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    request: pytest.FixtureRequest,
-) -> None:
-    arguments = (tiny_checkpoint, tmp_path / "bank", files)
-    driver = get_context("spawn").Process(target=stalled_driver, args=arguments)
-    driver.start()
-    until = time.monotonic() + 240
-    while not list(tmp_path.glob("bank.staging/block-*.safetensors")):
-        assert driver.is_alive()
-        assert time.monotonic() < until
-        time.sleep(0.1)
-    assert driver.pid is not None
-    os.kill(driver.pid, signal.SIGKILL)
-    driver.join()
-    assert not MemoryBank.exists(tmp_path / "bank")
-
-    request.getfixturevalue("ray")
-    monkeypatch.setattr(adapting, "Amortizer", Counting)
-    report, bank = bulk_adapt(loaded_tiny_model, *arguments)
-    assert report.added == COUNT
-    assert amortized(tmp_path) == 3  # the first in the killed call, two in this one
-    assert_equal(bank, one_process)
-    assert not (tmp_path / "bank.staging").exists()
+    assert_equal(engine.bank, one_process)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("actor", "message"),
+    ("actor", "kind", "message"),
     [
-        (Failing, "a worker on .* failed: RuntimeError: the disk is on fire"),
-        (Doomed, r"4 workers have died over the 1 documents from '.*may\.txt' on"),
+        (Failing, WorkerError, "a worker failed: RuntimeError: the disk is on fire"),
+        (Doomed, WorkerError, r"workers have died repeatedly over 1 rows of documents; .*fewer actors"),
+        (Amortizer, FingerprintError, "mac-tiny is another model here than where the command was called"),
     ],
 )
 def test_workers_that_always_fail_are_an_error_that_says_so(
     ray: Any,
     loaded_tiny_model: MACModel,
     tiny_checkpoint: Path,
-    tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     actor: type,
+    kind: type[MACError],
     message: str,
 ) -> None:
-    (tmp_path / "may.txt").write_text("Ada Voss was appointed.")
     monkeypatch.setattr(adapting, "Amortizer", actor)
-    with pytest.raises(WorkerError, match=message):
-        bulk_adapt(loaded_tiny_model, tiny_checkpoint, tmp_path / "bank", [tmp_path / "may.txt"])
-    assert [path.name for path in tmp_path.iterdir()] == ["may.txt"]
-
-
-@pytest.mark.slow
-def test_changed_and_new_documents_make_the_bank_of_one_process(
-    ray: Any, loaded_tiny_model: MACModel, tiny_checkpoint: Path, one_process: MemoryBank, tmp_path: Path
-) -> None:
-    for name in ("here", "there"):
-        one_process.save(tmp_path / name)
-    changed = [number for number in range(COUNT + 700) if number % 3]
-    rows = [{"id": f"d{number}", "text": text(number + number % 2), "n": number} for number in changed]
-    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)) + "\n")
-    with MemoryBank.open(tmp_path / "here", write=True) as here:
-        expected = MACEngine(loaded_tiny_model, here).adapt(read_documents([tmp_path / "rows.jsonl"]))
-    report, there = bulk_adapt(loaded_tiny_model, tiny_checkpoint, tmp_path / "there", [tmp_path / "rows.jsonl"])
-    assert report == expected
-    assert min(report.added, report.updated, report.unchanged) > 100
-    assert_equal(there, MemoryBank.open(tmp_path / "here"))
-
-
-def test_standard_input_is_refused(loaded_tiny_model: MACModel, tmp_path: Path) -> None:
-    bank = MemoryBank.create_on_commit(tmp_path / "bank", loaded_tiny_model.fingerprint)
-    with pytest.raises(ConfigError, match=r"standard input \(-\) .* write it to a file first"):
-        BulkAdapter(loaded_tiny_model, "mac-tiny", bank, tmp_path / "bank").adapt([Path("-")])
+    name = "mac-tiny" if actor is Amortizer else str(tiny_checkpoint)
+    engine = MACEngine(loaded_tiny_model, workers=RayWorkers(loaded_tiny_model, name, 1))
+    with pytest.raises(kind, match=message):
+        engine.adapt([Document("may", "Ada Voss was appointed.")])
+    assert not len(engine.bank)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,15 +18,16 @@ from torch import Tensor
 from mac_rag.bank import MemoryBank
 from mac_rag.bank.directory import id_hashes
 from mac_rag.bank.overview import layout_for
+from mac_rag.bank.projection import ProjectedBank
 from mac_rag.bank.reader import reader_of
 from mac_rag.config import AttentionConfig, BoundConfig
 from mac_rag.data.types import Document
+from mac_rag.distributed import shard
 from mac_rag.distributed.shard import Shard
 from mac_rag.distributed.shard_files import shard_folder, shard_of, shards_of
 from mac_rag.distributed.sharded_bank import ShardedBank
 from mac_rag.engine import MACEngine
 from mac_rag.errors import BankError, ConfigError, ShardLostError
-from mac_rag.lm.devices import DTYPES
 from mac_rag.model import AmortizedModel, MACModel
 from mac_rag.model.calibration import Calibration
 from mac_rag.nn.attention import direct_attention
@@ -106,7 +108,8 @@ def test_shards_are_read_as_one_bank(
 def test_in_double_precision_shards_agree_with_direct_attention(
     folder: Path, prior_width: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(DTYPES, "fp32", torch.float64)  # of cached keys and values
+    doubled = partial(ProjectedBank, dtype=torch.float64)
+    monkeypatch.setattr(shard, "ProjectedBank", doubled)  # cached keys and values
     built, question = network(prior_width), random_texts(3)
     texts = rounded(layout_for(built), random(20, TOKENS, WIDTH, seed=1).float())
     encoder = lambda ids, read: question  # noqa: E731

@@ -186,11 +186,11 @@ def test_later_and_superseded_documents_have_no_influence_as_of_a_date(loaded_ti
         TextNode(id_="old", text="Anna Berg opened the bridge.", metadata={"date": "1990"}),
         TextNode(id_="new", text="Ada Voss opened the museum.", metadata=later),
     ]
-    MemoryWriter(engine, filed_by="node")(nodes)
+    MemoryWriter(engine)(nodes)
     scored = [NodeWithScore(node=node) for node in nodes]
 
     def held(as_of: str | None) -> list[str]:
-        memory = MACNodePostprocessor(engine, mode="annotate", filed_by="node", as_of=as_of)
+        memory = MACNodePostprocessor(engine, mode="annotate", as_of=as_of)
         found = memory.postprocess_nodes(scored, query_str="Who opened the bridge?")
         return [one.node.node_id for one in found if one.node.metadata.get("mac_in_memory", True)]
 

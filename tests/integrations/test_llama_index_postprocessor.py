@@ -112,8 +112,6 @@ class TestRerank:
         ranked = MACNodePostprocessor(remembering).postprocess_nodes(nodes, query_str=QUESTION)
         assert [node.node_id for node in ranked] == [part.node_id for part in parts]
         assert {node.metadata["mac_attention"] for node in ranked} == {masses(remembering)["bridge"]}
-        by_node = MACNodePostprocessor(remembering, filed_by="node").postprocess_nodes(nodes, query_str=QUESTION)
-        assert {node.metadata["mac_in_memory"] for node in by_node} == {False}
 
     def test_it_ranks_what_an_index_retrieves(self, documents: list[Document], remembering: RecordingEngine) -> None:
         """An embedding that tells nothing leaves the order to memory."""

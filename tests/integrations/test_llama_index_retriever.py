@@ -126,8 +126,6 @@ class TestTheirsForUs:
         assert len({hit.document_id for hit in hits}) == len(hits) == 4
         [hits] = retriever.retrieve(["Anna Berg opened the bridge of Norrland"], 4, allowed={"o1", "o5", "o7"})
         assert {hit.document_id for hit in hits} == {"o1", "o5", "o7"}
-        nodes = LlamaIndexRetriever(index, filed_by="node")
-        assert len(nodes.retrieve(["bridge"], 12)[0]) == 12
 
     @settings(max_examples=25, deadline=None)
     @given(

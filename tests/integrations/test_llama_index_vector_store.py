@@ -16,7 +16,6 @@ from llama_index.core.vector_stores.types import BasePydanticVectorStore
 from llama_index.vector_stores.chroma import ChromaVectorStore
 
 from mac_rag import MACEngine, MemoryBank
-from mac_rag.errors import ConfigError
 from mac_rag.integrations.llama_index import MACLLM, MACRetriever, MACVectorStore, MemoryWriter
 from tests.integrations.helpers import FACTS, HashEmbedding, RecordingEngine, facts
 
@@ -96,26 +95,6 @@ def test_a_pipeline_forgets_what_is_gone(inner: BasePydanticVectorStore, engine:
     assert remembered(engine) == {"museum", "river"}
     assert engine.bank["museum"].content_hash == hashes["museum"]
     assert engine.bank["river"].content_hash != hashes["river"]
-
-
-def test_nodes_can_be_filed_and_forgotten_one_by_one(engine: RecordingEngine) -> None:
-    collection = chromadb.EphemeralClient().get_or_create_collection("nodes")
-    store = MACVectorStore(ChromaVectorStore(chroma_collection=collection), engine, filed_by="node")
-    index = VectorStoreIndex.from_documents(
-        [Document(id_="news", text=" ".join(FACTS.values())), Document(id_="more", text=FACTS["river"])],
-        storage_context=StorageContext.from_defaults(vector_store=store),
-        transformations=[SentenceSplitter(chunk_size=24, chunk_overlap=0), MemoryWriter(engine, filed_by="node")],
-        embed_model=HashEmbedding(),
-    )
-    first, *others = engine.bank.document_ids
-    assert len(others) > 1
-    index.delete_nodes([first])
-    assert remembered(engine) == set(others)
-    index.delete_ref_doc("news")
-    assert remembered(engine) == {others[-1]}
-    closed = MACVectorStore(SimpleVectorStore(), engine, filed_by="node")
-    with pytest.raises(ConfigError, match="SimpleVectorStore does not tell which nodes"):
-        closed.delete("more")
 
 
 def test_clearing_empties_both(kept: VectorStoreIndex, engine: RecordingEngine) -> None:

@@ -91,7 +91,7 @@ def test_every_source_fills_a_bank(tiny_model: MACModel, engine: RecordingEngine
         now = entry.members[0].added  # a second may have passed
         assert entry.members == tuple(replace(member, added=now) for member in written[document_id].members)
         torch.testing.assert_close(entry.phi, written[document_id].phi)
-    again = engine.adapt(documents_in(source, "source"))
+    again = engine.adapt(documents_in(source))
     assert (again.rows, again.unchanged) == (0, len(FACTS))
 
 
@@ -134,15 +134,6 @@ def test_an_interrupted_call_resumes(tiny_model: MACModel, tmp_path: Path, monke
     assert all(torch.equal(reopened.bank[name].phi, phi) for name, phi in kept.items())
 
 
-def test_every_node_can_be_filed_by_itself(engine: RecordingEngine) -> None:
-    splitter = SentenceSplitter(chunk_size=24, chunk_overlap=0)
-    nodes = splitter([Document(id_="news", text=" ".join(FACTS.values()))])
-    assert len(nodes) > 1
-    writer = MemoryWriter.from_index(SummaryIndex(nodes), engine, filed_by="node")
-    assert writer.filed_by == "node"
-    assert engine.bank.document_ids == [node.node_id for node in nodes]
-
-
 SENTENCES = st.lists(st.sampled_from([*FACTS.values(), "Rain fell.", "It was cold, and nobody came.\n\n"]), min_size=1)
 
 
@@ -151,7 +142,7 @@ SENTENCES = st.lists(st.sampled_from([*FACTS.values(), "Rain fell.", "It was col
 def test_parts_make_the_document_again(sentences: list[str], overlap: int, is_mixed: bool) -> None:
     text = " ".join(f"{number}. {sentence}" for number, sentence in enumerate(sentences))
     nodes = SentenceSplitter(chunk_size=40, chunk_overlap=overlap)([Document(id_="news", text=text)])
-    [document] = documents_in(SummaryIndex(nodes[::-1] if is_mixed else nodes), "source")
+    [document] = documents_in(SummaryIndex(nodes[::-1] if is_mixed else nodes))
     assert document.id == "news"
     assert document.text.split() == text.split()
 
@@ -161,7 +152,7 @@ def test_parts_without_positions_are_joined_in_their_order() -> None:
     for node in nodes:
         assert isinstance(node, TextNode)
         node.start_char_idx = None
-    [document] = documents_in(SummaryIndex(nodes), "source")
+    [document] = documents_in(SummaryIndex(nodes))
     assert document.text.split() == " ".join(FACTS.values()).split()
 
 
@@ -348,15 +339,13 @@ def test_asynchronous_pipelines_leave_the_event_loop_free(tiny_model: MACModel) 
     assert len(engine.bank) == len(FACTS)
 
 
-def test_parts_of_a_document_need_ids_of_their_own(engine: RecordingEngine) -> None:
+def test_parts_of_a_document_are_refused(engine: RecordingEngine) -> None:
     splitter = SentenceSplitter(chunk_size=24, chunk_overlap=0)
     parts = splitter([Document(id_="news", text=" ".join(FACTS.values()))])
     assert len(parts) > 1
     with pytest.raises(BankError, match=r"'news'.*before the splitter"):
         MemoryWriter(engine)(parts)
     assert len(engine.bank) == 0
-    MemoryWriter(engine, filed_by="node")(parts)
-    assert engine.bank.document_ids == [part.node_id for part in parts]
 
 
 def test_one_part_stands_for_its_document(engine: RecordingEngine) -> None:

@@ -13,7 +13,7 @@ from typer.testing import CliRunner, Result
 from pipelines.tasks.tune_qa import TuneConfig
 
 TRAINER = {
-    "steps": 4, "batch_size": 3, "learning_rate": 1e-3, "validate_every": 2, "save_every": 2, "log_every": 1,
+    "steps": 4, "batch_size": 3, "learning_rate": 1e-3, "validate_every": 2, "save_every": 2,
     "cpu": True,
 }  # fmt: skip
 
@@ -30,7 +30,7 @@ def tune_recipe(lm: Path | str, **values: Any) -> TuneConfig:
 def metrics(output: Path) -> list[dict[str, Any]]:
     """The lines of a run's log without what is measured of the machine."""
     lines = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
-    return [{name: value for name, value in line.items() if name != "seconds_per_step"} for line in lines]
+    return [{name: value for name, value in line.items() if name != "seconds"} for line in lines]
 
 
 def command(module: str, *options: str) -> Result:

@@ -44,7 +44,7 @@ def write(folder: Path, *, answered: bool, form: str = "rows") -> Path:
 
 def recipe(model_folder: Folder, path: Path, **values: Any) -> Any:
     source = {"name": "own", "path": str(path), "train": "all", "val": "all", "validation_documents": 3}
-    trainer = {**TRAINER, "best": "loss", "best_mode": "min"}
+    trainer = {**TRAINER, "best": "loss"}
     values = {"data": source, "losses": PURE, "trainer": trainer, **values}
     return train_recipe(model_folder, **values)
 
@@ -135,7 +135,7 @@ def test_a_question_that_leaves_no_room_for_an_answer(model_folder: Folder, tmp_
 
 
 def test_processes_that_train_in_parts_need_answers(model_folder: Folder, tmp_path: Path) -> None:
-    trainer = {**TRAINER, "best": "loss", "best_mode": "min", "parallel": "fsdp"}
+    trainer = {**TRAINER, "best": "loss", "parallel": "fsdp"}
     config = recipe(model_folder, write(tmp_path, answered=False), trainer=trainer)
     with pytest.raises(DataError, match=r"has no answer.*--own-answers"):
         TrainTask(config)

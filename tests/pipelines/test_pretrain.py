@@ -15,7 +15,7 @@ from tests.pipelines.helpers import TRAINER
 
 
 def pretrain_recipe(**values: Any) -> PretrainConfig:
-    return PretrainConfig.parse({"trainer": {**TRAINER, "best": "perplexity", "best_mode": "min"}, **values}, "t")
+    return PretrainConfig.parse({"trainer": {**TRAINER, "best": "perplexity"}, **values}, "t")
 
 
 def test_an_lm_from_newswire(tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ MINIATURE = """
 shared:
   data: &data {name: newswire, documents: 40, validation_documents: 6}
   trainer: &trainer
-    {steps: 4, batch_size: 3, learning_rate: 1.0e-3, validate_every: 2, save_every: 2, log_every: 1, cpu: true}
+    {steps: 4, batch_size: 3, learning_rate: 1.0e-3, validate_every: 2, save_every: 2, cpu: true}
 stages:
   lm:
     task: pretrain
@@ -48,7 +48,7 @@ stages:
       max_new_tokens: 4
       aggregation: {blocks: 1, heads: 2, head_width: 8}
     data: *data
-    trainer: &mac_trainer {<<: *trainer, best: loss, best_mode: min}
+    trainer: &mac_trainer {<<: *trainer, best: loss}
   more:
     task: train
     start_from: ${stages.start}/last

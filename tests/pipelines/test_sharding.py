@@ -66,10 +66,10 @@ def modulated(**modulation: Any) -> dict[str, Any]:
         ("tune_qa", {}),
         ("tune_qa", {"tune": "lora"}),
         # Without a codec: fitted again at each validation, it turns rounding into other codes.
-        ("tune_reading", {"codec": None}),
-        ("tune_reading", {"codec": None, "distillation": 0.5, "trainer": {"accumulate": 2}}),
+        ("tune_reading", {"compression": None}),
+        ("tune_reading", {"compression": None, "distillation": 0.5, "trainer": {"accumulate": 2}}),
         ("train", {"trainer": {"accumulate": 2}}),
-        ("train", {"tune_base_lm": "lora", "trainer": {"offload": True, "gradient_checkpointing": True}}),
+        ("train", {"tune_base_lm": "lora", "trainer": {"parallel": "fsdp-offload", "gradient_checkpointing": True}}),
         ("train", {**modulated(kind="lora"), "tune_base_lm": "full", "trainer": {"gradient_checkpointing": True}}),
         ("train", {**modulated(kind="prefix", attention_sink=True), "tune_base_lm": "full"}),
         ("train", modulated(kind="film")),
@@ -77,11 +77,11 @@ def modulated(**modulation: Any) -> dict[str, Any]:
 )
 def test_two_processes_in_parts_train_as_one(models: Path, tmp_path: Path, kind: str, values: dict[str, Any]) -> None:
     """Twenty steps in float64; the losses themselves are computed in float32."""
-    two = tiny_training.merged(values, {"trainer": FSDP})
+    two = tiny_training.merged({"trainer": FSDP}, values)
     assert on_two_processes(tmp_path / "two", kind, models, two) is None
     accumulate = 2 * values.get("trainer", {}).get("accumulate", 1)
     one = tiny_training.merged(values, {"trainer": {"accumulate": accumulate, "gradient_checkpointing": False}})
-    one["trainer"] = {**one["trainer"], "offload": False, **FSDP}
+    one["trainer"] |= FSDP
     tiny_training.train(tmp_path / "one", kind, models, one)
     assert len(metrics(tmp_path / "two")) == 20 + 2
     for name, difference in differences(tmp_path / "two", tmp_path / "one"):
@@ -203,7 +203,6 @@ def test_in_one_group_all_lengths_share_a_batch() -> None:
     [
         ({"without_memory": 0.1}, "without_memory is 0.1, but with trainer.parallel: fsdp"),
         ({"group_by_title": 2, "backprop_dropout": 0.5}, "group_by_title is 2, .* set one of them"),
-        ({"trainer": {"offload": True}}, "offload is true, but parallel is ddp; set parallel: fsdp"),
     ],
 )
 def test_what_parts_cannot_do_is_refused(values: dict[str, Any], message: str) -> None:

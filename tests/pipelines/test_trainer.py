@@ -218,16 +218,16 @@ def test_training_state_holds_what_steps_change_each_once() -> None:
     torch.testing.assert_close(other.again[0].weight, Tied().layers[0].weight + 1)
 
 
-@pytest.mark.parametrize(("mode", "choose"), [("min", min), ("max", max)])
-def test_best_is_the_best_validation_and_last_the_final_weights(tmp_path: Path, mode: str, choose: Any) -> None:
-    task, figures = train(tmp_path, learning_rate=0.1, validate_every=1, best_mode=mode)
+@pytest.mark.parametrize("best", ["error", "gain"])  # of which one is better the lower it is, the other the higher
+def test_best_is_the_best_validation_and_last_the_final_weights(tmp_path: Path, best: str) -> None:
+    task, figures = train(tmp_path, learning_rate=0.1, validate_every=1, best=best)
     errors = [line["error"] for line in metrics(tmp_path) if line["kind"] == "val"]
     assert len(errors) == 24
     assert errors[-1] == figures["error"]
     torch.testing.assert_close(weights(tmp_path), dict(task.layers.state_dict()))
     task.layers.load_state_dict(weights(tmp_path, "best"))
     with torch.no_grad():
-        assert task.eval().validate()["error"] == choose(errors)
+        assert task.eval().validate()["error"] == min(errors)
 
 
 def test_the_last_weights_may_be_the_mean_of_the_last_steps(tmp_path: Path) -> None:
@@ -288,7 +288,7 @@ def test_a_loss_that_is_not_finite_stops_the_run(tmp_path: Path) -> None:
 
 
 def test_an_unknown_figure_for_the_best_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="'bleu'; validation gives \\['error', 'seen'\\]"):
+    with pytest.raises(ConfigError, match="'bleu'; validation gives \\['error', 'gain', 'seen'\\]"):
         train(tmp_path, best="bleu")
 
 

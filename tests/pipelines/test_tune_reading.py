@@ -42,14 +42,14 @@ def recipe(model_folder: Folder, **values: Any) -> TuneReadingConfig:
         "lora_rank": 2,
         "validation_questions": 4,
         "trainer": {
-            "steps": 4, "batch_size": 1, "learning_rate": 0.01, "validate_every": 2, "save_every": 1, "log_every": 1,
+            "steps": 4, "batch_size": 1, "learning_rate": 0.01, "validate_every": 2, "save_every": 1,
             "best": "f1_right",
         },
     }  # fmt: skip
     return TuneReadingConfig.parse({**base, **values}, "recipe")
 
 
-CODEC = {"compression": [16, 32], "fitted_on": 6}
+COMPRESSION = [16, 32]
 
 
 @pytest.fixture(scope="module")
@@ -123,8 +123,7 @@ def test_only_neighbours_of_one_title_are_joined(model_folder: Folder) -> None:
     documents = tuple(Document(f"d{i}", f"Text {i}. " * 5, {"title": f"t{i // 10}"}) for i in range(100))
     questions = tuple(Question(f"q{i}", "What?", ("x",), f"d{i}") for i in range(100))
     whole = QADataset("own", "train", documents, questions)
-    config = PackConfig(join=0.5, document_tokens=90)
-    joined = joined_documents(whole, prompt, config, seed=0)
+    joined = joined_documents(whole, prompt, seed=0, share=0.5, most=90)
     assert 40 < len(joined.documents) < 70
     texts = {document.id: document.text for document in joined.documents}
     for question in joined.questions:
@@ -134,12 +133,12 @@ def test_only_neighbours_of_one_title_are_joined(model_folder: Folder) -> None:
         assert len({number // 10 for number in numbers}) == 1
         assert len(prompt.texts.ids(document.text)) <= 90
     assert max(Counter(question.gold for question in joined.questions).values()) > 1
-    assert joined_documents(whole, prompt, PackConfig(join=0.0), seed=0) == whole
+    assert joined_documents(whole, prompt, seed=0, share=0.0) == whole
 
 
 @pytest.mark.parametrize("step", [1, 3])
 def test_a_stopped_run_goes_on_exactly_through_the_codec(model_folder: Folder, tmp_path: Path, step: int) -> None:
-    config = recipe(model_folder, codec=CODEC)
+    config = recipe(model_folder, compression=COMPRESSION)
     Trainer(TuneReadingTask(config), config.trainer, tmp_path / "whole").run()
     with pytest.raises(KeyboardInterrupt):
         Trainer(stopping_at(TuneReadingTask(config), step), config.trainer, tmp_path / "stopped").run()
@@ -184,7 +183,7 @@ def test_a_later_stage_starts_from_what_an_earlier_one_saved(model_folder: Folde
     task = TuneReadingTask(config)
     Trainer(task, config.trainer, tmp_path / "first").run()
     folder = tmp_path / "first" / "last"
-    more = TuneReadingTask(recipe(model_folder, adapter=str(folder), codec=CODEC))
+    more = TuneReadingTask(recipe(model_folder, adapter=str(folder), compression=COMPRESSION))
     assert torch.equal(more.bias_scale, task.bias_scale)
     assert task.bias_scale.item() != 0.5
     fresh = TuneReadingTask(config)
@@ -246,7 +245,7 @@ def test_continuations_are_what_follows_the_document(tmp_path: Path) -> None:
 
 
 def test_validation_counts_abstentions_from_right_documents(model_folder: Folder) -> None:
-    task = TuneReadingTask(recipe(model_folder, codec=CODEC))
+    task = TuneReadingTask(recipe(model_folder, compression=COMPRESSION))
     figures = task.validate()
     settings = ("right", "first", "three", "three_unbiased", "right_coded", "three_coded")
     assert set(figures) == {f"{metric}_{name}" for metric in ("loss", "f1", "em", "abstentions") for name in settings}
@@ -263,7 +262,7 @@ def test_from_an_lm_and_questions_to_its_memory(model_folder: Folder, data: QADa
         for q in data.questions[:60]
     ]
     (tmp_path / "mine.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    few = {"trainer.steps": 2, "trainer.validate_every": 2, "codec.fitted_on": 4, "validation_questions": 2}
+    few = {"trainer.steps": 2, "trainer.validate_every": 2, "validation_questions": 2}
     sets = [part for name, value in few.items() for part in ("--set", f"{name}={value}")]
     tuned = command(
         "pipelines.tune_reading", "--config", "my-lm-reading", "--lm", str(model_folder(lm)),
@@ -319,12 +318,11 @@ class TestRefusals:
         [
             {"packs": {"documents": []}},
             {"packs": {"documents": [0]}},
-            {"codec": {"compression": []}},
-            {"codec": {"compression": [0]}},
+            {"compression": []},
+            {"compression": [0]},
             {"turn": "{document}"},
             {"further": {"a": {"share": 0.6, "data": {}}, "b": {"share": 0.4, "data": {}}}},
-            {"codec": {"group": 3}},
-            {"codec": {"compression": [100_000]}},
+            {"compression": [100_000]},
         ],
     )
     def test_values_that_make_no_sense_before_anything_is_trained(self, model_folder: Folder, values: Any) -> None:

@@ -25,7 +25,7 @@ _RECIPES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
         {
             "turn": "Context: {document}\n\nQuestion: {question}",
             "packs": {"documents": [1, 2, 3], "questions": 4, "absent": 0.2},
-            "codec": {"compression": [16, 32], "fitted_on": 6},
+            "compression": [16, 32],
             "lora_rank": 2,
             "validation_questions": 4,
         },
@@ -48,7 +48,7 @@ _RECIPES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
 }
 _TRAINER = {
     "steps": 20, "batch_size": 2, "learning_rate": 1e-3, "weight_decay": 0.1, "clip": 0.5, "validate_every": 10,
-    "save_every": 6, "log_every": 1, "best": "loss", "best_mode": "min", "cpu": True,
+    "save_every": 6, "best": "loss", "cpu": True,
 }  # fmt: skip
 
 
@@ -75,9 +75,7 @@ def train(
     recipe = merged(recipe, {"model": lm | encoders} if kind == "train" else lm)
     parsed = config.parse(merged(merged(recipe, {"trainer": _TRAINER}), values), kind)
     if best := {"tune_qa": "f1", "tune_reading": "f1_right"}.get(kind):
-        parsed = parsed.model_copy(
-            update={"trainer": parsed.trainer.model_copy(update={"best": best, "best_mode": "max"})}
-        )
+        parsed = parsed.model_copy(update={"trainer": parsed.trainer.model_copy(update={"best": best})})
     task = make(parsed)
     if double:
         task.double()

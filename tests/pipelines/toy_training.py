@@ -63,7 +63,8 @@ class ToyTask(Task):
     def validate(self) -> dict[str, float]:
         self._reached("validate")
         assert not self.training
-        return {"error": float(functional.mse_loss(self.layers(self.x), self.y)), "seen": float(self.seen)}
+        error = float(functional.mse_loss(self.layers(self.x), self.y))
+        return {"error": error, "gain": -error, "seen": float(self.seen)}
 
     def save(self, folder: Path) -> None:
         folder.mkdir(exist_ok=True)
@@ -77,8 +78,8 @@ def train(
     """Trains 24 steps, or as `trainer` says; returns the task and the last figures."""
     values = {
         "steps": 24, "batch_size": 8, "learning_rate": 0.01, "warmup_steps": 4, "schedule": "cosine",
-        "weight_decay": 0.01, "log_every": 1, "validate_every": 6, "save_every": 8, "best": "error",
-        "best_mode": "min", "cpu": True, **trainer,
+        "weight_decay": 0.01, "validate_every": 6, "save_every": 8, "best": "error",
+        "cpu": True, **trainer,
     }  # fmt: skip
     task = ToyTask(dropout, kill, stop)
     return task, Trainer(task, TrainerConfig.parse(values, "toy"), output).run()

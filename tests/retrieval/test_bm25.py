@@ -1,4 +1,4 @@
-"""BM25: both engines against each other, rank_bm25 itself and the formula written out; changes, files, edges."""
+"""BM25: the incremental index against the formula written out, rank_bm25 against itself; changes, files, edges."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rank_bm25 import BM25Okapi
 from mac_rag.data.types import Document
 from mac_rag.errors import BankError, ConfigError
 from mac_rag.retrieval import BM25Retriever, Tokenizer, make_retriever, snapshot
-from mac_rag.retrieval.bm25 import ENGLISH_STOPWORDS, Engine, Idf
+from mac_rag.retrieval.bm25 import ENGLISH_STOPWORDS, Engine
 from tests.retrieval.helpers import changed
 
 ENGINES: tuple[Engine, ...] = ("incremental", "rank_bm25")
@@ -26,10 +26,8 @@ def documents(*texts: str) -> list[Document]:
     return [Document(f"d{index}", text) for index, text in enumerate(texts)]
 
 
-def filled(
-    engine: Engine, texts: Sequence[str], tokenizer: Tokenizer | None = None, idf: Idf = "lucene"
-) -> BM25Retriever:
-    retriever = BM25Retriever(engine, tokenizer=tokenizer, idf=idf)
+def filled(engine: Engine, texts: Sequence[str], tokenizer: Tokenizer | None = None) -> BM25Retriever:
+    retriever = BM25Retriever(engine, tokenizer=tokenizer)
     retriever.add(documents(*texts))
     return retriever
 
@@ -52,15 +50,12 @@ def oracle(texts: Sequence[str], question: str, k: int, tokenize: Tokenizer) -> 
     return [(f"d{i}", scores[i]) for i in ranked[:k]]
 
 
-def check_against_oracle(
-    texts: Sequence[str], questions: Sequence[str], k: int, tokenize: Tokenizer, engines: Sequence[Engine] = ENGINES
-) -> None:
+def check_against_oracle(texts: Sequence[str], questions: Sequence[str], k: int, tokenize: Tokenizer) -> None:
     expected = [oracle(texts, question, k, tokenize) for question in questions]
-    for engine in engines:
-        for hits, wanted in zip(filled(engine, texts, tokenize).retrieve(questions, k), expected, strict=True):
-            assert [hit.document_id for hit in hits] == [document_id for document_id, _ in wanted]
-            assert [hit.score for hit in hits] == pytest.approx([score for _, score in wanted], rel=1e-9, abs=1e-9)
-            assert all(hit.text == texts[int(hit.document_id[1:])] for hit in hits)
+    for hits, wanted in zip(filled("incremental", texts, tokenize).retrieve(questions, k), expected, strict=True):
+        assert [hit.document_id for hit in hits] == [document_id for document_id, _ in wanted]
+        assert [hit.score for hit in hits] == pytest.approx([score for _, score in wanted], rel=1e-9, abs=1e-9)
+        assert all(hit.text == texts[int(hit.document_id[1:])] for hit in hits)
 
 
 def random_corpus(rng: random.Random) -> tuple[list[str], list[str]]:
@@ -70,21 +65,19 @@ def random_corpus(rng: random.Random) -> tuple[list[str], list[str]]:
     return texts, [" ".join(rng.choices([*words, "unknown"], k=rng.randint(0, 6))) for _ in range(5)]
 
 
-@pytest.mark.parametrize("engine", ENGINES)
-def test_engines_rank_and_score_as_the_formula_says(engine: Engine) -> None:
+def test_the_index_ranks_and_scores_as_the_formula_says() -> None:
     rng = random.Random(3)
     for _ in range(200):
         texts, questions = random_corpus(rng)
-        check_against_oracle(texts, questions, rng.randint(1, 12), Tokenizer(), [engine])
+        check_against_oracle(texts, questions, rng.randint(1, 12), Tokenizer())
 
 
-@pytest.mark.parametrize("engine", ENGINES)
-def test_okapi_ranks_and_scores_as_the_library_does(engine: Engine) -> None:
+def test_rank_bm25_ranks_and_scores_as_the_library_does() -> None:
     """rank_bm25 unchanged, as its users call it. It cannot index documents that hold no term at all."""
     rng = random.Random(4)
     for texts, questions in (random_corpus(rng) for _ in range(300)):
         corpus = [text.split() for text in texts]
-        found = filled(engine, texts, Tokenizer(stemmer=None, stopwords=()), "okapi").retrieve(questions, 50)
+        found = filled("rank_bm25", texts, Tokenizer(stemmer=None, stopwords=())).retrieve(questions, 50)
         if not any(corpus):
             assert found == [[]] * len(questions)
             continue
@@ -112,7 +105,7 @@ TEXTS = st.lists(WORDS, max_size=8).map(" ".join)
     stemmer=st.sampled_from(["english", None]),
     stopwords=st.sampled_from([ENGLISH_STOPWORDS, GERMAN, ()]),
 )
-def test_engines_agree_under_every_tokenization(
+def test_the_index_follows_the_formula_under_every_tokenization(
     texts: list[str], questions: list[str], k: int, stemmer: str | None, stopwords: tuple[str, ...]
 ) -> None:
     check_against_oracle(texts, questions, k, Tokenizer(stemmer=stemmer, stopwords=stopwords))
@@ -158,7 +151,7 @@ class TestFiles:
         retriever.delete("d1")
         retriever.save(tmp_path)
         again = BM25Retriever.load(tmp_path)
-        assert (again.engine, again.idf, again.tokenizer) == (engine, "lucene", self.TOKENIZER)
+        assert (again.engine, again.tokenizer) == (engine, self.TOKENIZER)
         questions = ["Häusern", "Brücke", "7", "Sturm"]
         assert again.retrieve(questions, 9) == retriever.retrieve(questions, 9)
         assert [hit.metadata for hit in again.retrieve(["Meer"], 1)[0]] == [{"date": "May 1"}]
@@ -170,10 +163,9 @@ class TestFiles:
         assert sorted(path.suffix for path in tmp_path.iterdir()) == [".json", ".safetensors"]
         assert len(make_retriever("bm25", folder=tmp_path)) == len(again) == 5
 
-    def test_okapi_comes_back_and_so_does_an_empty_index(self, tmp_path: Path) -> None:
-        BM25Retriever(idf="okapi").save(tmp_path)
+    def test_an_empty_index_comes_back(self, tmp_path: Path) -> None:
+        BM25Retriever().save(tmp_path)
         again = BM25Retriever.load(tmp_path)
-        assert again.idf == "okapi"
         assert len(again) == 0
         assert again.retrieve(["storm"], 2) == [[]]
 
@@ -232,8 +224,6 @@ class TestFiles:
 def test_unknown_engine_and_languages_are_refused() -> None:
     with pytest.raises(ConfigError, match="'lucene'; choose one of incremental, rank_bm25"):
         BM25Retriever("lucene")
-    with pytest.raises(ConfigError, match="unknown idf 'plus'; choose one of lucene, okapi"):
-        BM25Retriever(idf="plus")
     with pytest.raises(ConfigError, match="unknown stemmer 'klingon'"):
         Tokenizer(stemmer="klingon")
     with pytest.raises(ConfigError, match=r"must be a tuple of words, got 'klingon'; give \(\) to keep all"):

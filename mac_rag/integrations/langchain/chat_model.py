@@ -30,6 +30,7 @@ from mac_rag.integrations.framework import (
     PlainMessage,
     bank_state,
     details_of,
+    each_in_thread,
     first_time,
     in_thread,
     last_question,
@@ -220,15 +221,7 @@ class ChatMAC(BaseChatModel):
     @property
     def _identifying_params(self) -> Mapping[str, Any]:
         """Everything that an answer depends on, including the bank's present state: the key of LangChain's caches."""
-        names = (
-            "model",
-            "max_tokens",
-            "temperature",
-            "top_p",
-            "seed",
-            "stop",
-            *_SETTINGS,
-        )
+        names = ("model", "max_tokens", "temperature", "top_p", "seed", "stop", *_SETTINGS)
         state = {"fingerprint": self.engine.model.fingerprint, "bank": bank_state(self.engine.bank)}
         return {**{name: getattr(self, name) for name in names}, **state}
 
@@ -299,8 +292,7 @@ class ChatMAC(BaseChatModel):
         run_manager: AsyncCallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> AsyncIterator[ChatGenerationChunk]:
-        chunks = self._stream(messages, stop, None, **kwargs)
-        while (chunk := await in_thread(next, chunks, None)) is not None:
+        async for chunk in each_in_thread(self._stream(messages, stop, None, **kwargs)):
             yield chunk
 
     def _call(self, messages: Sequence[BaseMessage], stop: list[str] | None, arguments: Mapping[str, Any]) -> ChatCall:
@@ -369,7 +361,7 @@ class ChatMAC(BaseChatModel):
         )
         used = len(self.engine.model.base_lm.prompts.prompt(call.question, answer.contexts))
         metadata = self._metadata(call, answer.text, answer.truncated, answer.document_ids) | details_of(answer)
-        return answer_message(answer.text, usage_of(used, self._tokens(answer.text)), metadata)
+        return AIMessage(answer.text, usage_metadata=self._usage(used, answer.text), response_metadata=metadata)
 
     def _answered_conversation(self, call: ChatCall) -> AIMessage:
         read = self._read(call)
@@ -378,14 +370,17 @@ class ChatMAC(BaseChatModel):
         text = answer.text
         metadata = self._metadata(call, text, read.prompt.truncated, read.ids) | details_of(answer)
         metadata |= self._sources(call, read, answer)
-        return answer_message(text, usage_of(len(read.prompt.ids), self._tokens(text)), metadata)
+        return AIMessage(text, usage_metadata=self._usage(len(read.prompt.ids), text), response_metadata=metadata)
 
     def _streamed(self, call: ChatCall) -> Iterator[AIMessageChunk]:
         if call.settings.min_confidence is not None:
             whole = self._answered(call)
-            usage = whole.usage_metadata
-            assert usage is not None
-            yield last_chunk(str(whole.text), usage, whole.response_metadata)
+            yield AIMessageChunk(
+                content=str(whole.text),
+                usage_metadata=whole.usage_metadata,
+                response_metadata=whole.response_metadata,
+                chunk_position="last",
+            )
             return
         read, text = self._read(call), ""
         for piece in self.engine.stream(read.prompt, **call.arguments):
@@ -393,7 +388,8 @@ class ChatMAC(BaseChatModel):
             yield AIMessageChunk(content=piece)
         answer = Answer(text, read.prompt.contexts, read.ids, read.prompt.truncated)
         metadata = self._metadata(call, text, read.prompt.truncated, read.ids) | self._sources(call, read, answer)
-        yield last_chunk("", usage_of(len(read.prompt.ids), self._tokens(text)), metadata)
+        usage = self._usage(len(read.prompt.ids), text)
+        yield AIMessageChunk(content="", usage_metadata=usage, response_metadata=metadata, chunk_position="last")
 
     # -- metadata of an answer --
 
@@ -427,6 +423,11 @@ class ChatMAC(BaseChatModel):
 
     def _tokens(self, text: str) -> int:
         return len(self.get_token_ids(text)) if text else 0
+
+    def _usage(self, read: int, text: str) -> UsageMetadata:
+        """Numbers of tokens that the LM read, and of those of its answer."""
+        written = self._tokens(text)
+        return UsageMetadata(input_tokens=read, output_tokens=written, total_tokens=read + written)
 
 
 def _together(config: RunnableConfig | list[RunnableConfig] | None) -> RunnableConfig | list[RunnableConfig]:
@@ -482,22 +483,6 @@ def _others(message: BaseMessage) -> tuple[str, ...]:
     if isinstance(message, AIMessage) and message.tool_calls:
         kinds.append("calls of tools")
     return tuple(kinds)
-
-
-def answer_message(text: str, usage: UsageMetadata, metadata: dict[str, Any]) -> AIMessage:
-    """A complete answer as a message."""
-    return AIMessage(content=text, usage_metadata=usage, response_metadata=metadata)
-
-
-def last_chunk(text: str, usage: UsageMetadata, metadata: dict[str, Any]) -> AIMessageChunk:
-    """The last chunk of a streamed answer."""
-    return AIMessageChunk(content=text, usage_metadata=usage, response_metadata=metadata, chunk_position="last")
-
-
-def usage_of(prompt_tokens: int, answer_tokens: int) -> UsageMetadata:
-    """The numbers of tokens in LangChain's form."""
-    total = prompt_tokens + answer_tokens
-    return UsageMetadata(input_tokens=prompt_tokens, output_tokens=answer_tokens, total_tokens=total)
 
 
 def create_documents_chain(llm: ChatMAC) -> Runnable[dict[str, Any], AIMessage]:

@@ -46,6 +46,7 @@ from mac_rag.integrations.framework import (
     Options,
     check_question,
     details_of,
+    each_in_thread,
     in_thread,
     last_question,
     name_of,
@@ -331,13 +332,7 @@ class MACLLM(CustomLLM, FilteringComponent, NodeReader):
         return accumulate(self.engine.stream(prompt, **settings))
 
     async def _astream(self, request: Request, options: Options) -> AsyncIterator[tuple[str, str]]:
-        pieces = await in_thread(self._stream, request, options)
-
-        async def generate() -> AsyncIterator[tuple[str, str]]:
-            while (piece := await in_thread(next, pieces, None)) is not None:
-                yield piece
-
-        return generate()
+        return each_in_thread(await in_thread(self._stream, request, options))
 
     def _options(self, options: Mapping[str, Any]) -> Options:
         return read_options(options, self.sampling, self.max_new_tokens, FRAMEWORK)
@@ -498,15 +493,7 @@ class MACLLM(CustomLLM, FilteringComponent, NodeReader):
 
     async def apredict(self, prompt: BasePromptTemplate, **prompt_args: Any) -> str:
         """As `predict`."""
-        request = await in_thread(self._request, prompt, prompt_args)
-        answer = request.settled
-        if answer is None and request.messages is not None:
-            response = await self.achat(request.messages, contexts=request.contexts)
-            answer = self._parse_output(response.message.content or "")
-        elif answer is None:
-            answer = (await self.acomplete(request.question, formatted=True, contexts=request.contexts)).text
-        dispatcher.event(LLMPredictEndEvent(output=answer))
-        return answer
+        return await in_thread(self.predict, prompt, **prompt_args)
 
     def stream(self, prompt: BasePromptTemplate, **prompt_args: Any) -> TokenGen:
         """As `predict`, token by token."""

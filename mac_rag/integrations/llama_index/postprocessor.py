@@ -23,7 +23,7 @@ from mac_rag.integrations.framework import ATTENTION, first_time, in_thread, war
 from mac_rag.integrations.llama_index.component import FilteringComponent
 from mac_rag.integrations.llama_index.retriever import nodes_of
 from mac_rag.retrieval.hybrid import RANK_OFFSET
-from mac_rag.retrieval.llama_index import FiledBy, document_id
+from mac_rag.retrieval.llama_index import document_id
 
 # Metadata keys that are hidden from LLMs and embeddings, as is ATTENTION.
 IN_MEMORY = "mac_in_memory"  # False if the bank does not hold the node's document
@@ -72,7 +72,6 @@ class MACNodePostprocessor(FilteringComponent, BaseNodePostprocessor):
         fusion_weight: weight of memory in `rerank`, from 0 (retriever only) to 1 (memory only).
         expand_to: number of documents in `expand`, at least 1.
         source: index or docstore in which `expand` finds nodes by the id of their document.
-        filed_by: which document of the bank a node belongs to, as set in the `MemoryWriter`; see `document_id`.
         filters: filters for the documents that may have any influence through the bank; give the retriever the same
             filters.
         as_of: the moment of the question, as `MACEngine.answer` takes it: later documents of the bank have no
@@ -87,7 +86,6 @@ class MACNodePostprocessor(FilteringComponent, BaseNodePostprocessor):
     top_n: int | None = Field(default=None, ge=1)
     fusion_weight: float = Field(default=0.5, ge=0, le=1)
     expand_to: int = Field(default=3, ge=1)
-    filed_by: FiledBy = "source"
     _source: BaseIndex[Any] | BaseDocumentStore | None = PrivateAttr()
 
     def __init__(
@@ -99,7 +97,6 @@ class MACNodePostprocessor(FilteringComponent, BaseNodePostprocessor):
         fusion_weight: float = 0.5,
         expand_to: int = 3,
         source: BaseIndex[Any] | BaseDocumentStore | None = None,
-        filed_by: FiledBy = "source",
         filters: MetadataFilters | None = None,
         as_of: str | datetime | None = None,
         callback_manager: CallbackManager | None = None,
@@ -109,7 +106,6 @@ class MACNodePostprocessor(FilteringComponent, BaseNodePostprocessor):
             top_n=top_n,
             fusion_weight=fusion_weight,
             expand_to=expand_to,
-            filed_by=filed_by,
             filters=filters,
             as_of=as_of,
             callback_manager=callback_manager or CallbackManager([]),
@@ -145,12 +141,11 @@ class MACNodePostprocessor(FilteringComponent, BaseNodePostprocessor):
         if not len(bank):
             warn_of_empty_bank("MACNodePostprocessor passes nodes on as they are", bank)
             return nodes[: self.top_n]
-        is_foreign = nodes and not any(document_id(scored.node, self.filed_by) in bank for scored in nodes)
+        is_foreign = nodes and not any(document_id(scored.node) in bank for scored in nodes)
         if is_foreign and first_time("foreign nodes"):
             logger.warning(
-                "the memory bank holds none of the %d nodes that were retrieved: filed_by differs from that of the "
-                "MemoryWriter, or documents are missing from the bank; MemoryWriter.from_index(index, engine) adds "
-                "them (shown once)",
+                "the memory bank holds none of the %d nodes that were retrieved; add their documents by "
+                "MemoryWriter.from_index(index, engine) (shown once)",
                 len(nodes),
             )
         model_name = self.class_name()
@@ -190,7 +185,7 @@ class MACNodePostprocessor(FilteringComponent, BaseNodePostprocessor):
 
     def _annotated(self, scored: NodeWithScore, masses: dict[str, float]) -> NodeWithScore:
         """A copy of a node with the mass of its document in its metadata."""
-        mass = masses.get(document_id(scored.node, self.filed_by))
+        mass = masses.get(document_id(scored.node))
         metadata = {IN_MEMORY: False} if mass is None else {ATTENTION: mass}
         return NodeWithScore(node=_with_metadata(scored.node, metadata), score=scored.score)
 
@@ -214,13 +209,13 @@ class MACNodePostprocessor(FilteringComponent, BaseNodePostprocessor):
     def _missed(self, nodes: list[NodeWithScore], masses: dict[str, float]) -> list[NodeWithScore]:
         """Nodes of the documents with the most attention that are not among `nodes`."""
         assert self._source is not None
-        present = {document_id(scored.node, self.filed_by) for scored in nodes}
+        present = {document_id(scored.node) for scored in nodes}
         most = sorted(masses, key=masses.__getitem__, reverse=True)[: self.expand_to]
         return [
             NodeWithScore(node=_with_metadata(node, {ATTENTION: masses[name], FOUND_BY: "memory"}), score=masses[name])
             for name in most
             if name not in present
-            for node in nodes_of(name, self._source, self.filed_by)
+            for node in nodes_of(name, self._source)
         ]
 
 

@@ -25,7 +25,6 @@ from mac_rag.engine import MACEngine
 from mac_rag.errors import BankError, ConfigError
 from mac_rag.integrations.framework import in_thread, warn_of_empty_bank
 from mac_rag.retrieval.base import Retriever, check_k
-from mac_rag.retrieval.llama_index import FiledBy
 
 logger = logging.getLogger(__name__)
 
@@ -63,7 +62,6 @@ class MACRetriever(BaseRetriever):
         allowed: ids of the documents that may be found, evaluated for every question; None for all.
         source: index or docstore that holds the texts of an engine's documents; None if the engine's bank keeps them.
         as_of: the moment of the question, for an engine: later documents are not found, and have no influence.
-        filed_by: with a source, which document of the bank a node belongs to, as set in the `MemoryWriter`.
         callback_manager: LlamaIndex's callback manager.
 
     Raises:
@@ -78,7 +76,6 @@ class MACRetriever(BaseRetriever):
         similarity_top_k: int = 5,
         allowed: Container[str] | None = None,
         source: BaseIndex[Any] | BaseDocumentStore | None = None,
-        filed_by: FiledBy = "source",
         as_of: AsOf = None,
         callback_manager: CallbackManager | None = None,
     ) -> None:
@@ -93,7 +90,6 @@ class MACRetriever(BaseRetriever):
         elif source is not None or as_of is not None:
             raise ConfigError("source and as_of are for an engine, and this is a retriever; leave them out")
         self._source = source
-        self._filed_by = filed_by
         self.as_of = as_of
         self.retriever = retriever
         self.similarity_top_k = similarity_top_k
@@ -116,27 +112,26 @@ class MACRetriever(BaseRetriever):
             warn_of_empty_bank("MACRetriever finds nothing", engine.snapshot)
             return []
         sources = engine.sources(question, most=self.similarity_top_k, allowed=self.allowed, as_of=self.as_of)
-        return [scored for source in sources for scored in source_nodes(source, self._source, self._filed_by)]
+        return [scored for source in sources for scored in source_nodes(source, self._source)]
 
 
-def nodes_of(document_id: str, source: BaseIndex[Any] | BaseDocumentStore, filed_by: FiledBy) -> list[BaseNode]:
+def nodes_of(document_id: str, source: BaseIndex[Any] | BaseDocumentStore) -> list[BaseNode]:
     """The nodes of a document, in their order; logs a warning if there are none.
 
     Args:
         document_id: id of the document in the bank.
         source: a docstore, or an index with a docstore or with a vector store that stores texts.
-        filed_by: how ids of nodes and of the bank correspond; see `mac_rag.retrieval.llama_index.document_id`.
 
     Raises:
         ConfigError: for an index without a docstore whose vector store cannot return nodes.
     """
     if isinstance(source, BaseDocumentStore):
-        nodes = _in_docstore(document_id, source, filed_by)
+        nodes = _in_docstore(document_id, source)
     else:
-        nodes = _in_docstore(document_id, source.docstore, filed_by)
+        nodes = _in_docstore(document_id, source.docstore)
         store = getattr(source, "vector_store", None)
         if not nodes and store is not None and store.stores_text:
-            nodes = _in_vector_store(document_id, store, filed_by)
+            nodes = _in_vector_store(document_id, store)
     if not nodes:
         logger.warning(
             "document %r is in the memory bank, but %s has no nodes of it", document_id, type(source).__name__
@@ -144,15 +139,12 @@ def nodes_of(document_id: str, source: BaseIndex[Any] | BaseDocumentStore, filed
     return nodes
 
 
-def source_nodes(
-    source: Source, documents: BaseIndex[Any] | BaseDocumentStore | None, filed_by: FiledBy
-) -> list[NodeWithScore]:
+def source_nodes(source: Source, documents: BaseIndex[Any] | BaseDocumentStore | None) -> list[NodeWithScore]:
     """The nodes of a document that an answer rests on, with its share of the attention as their score.
 
     Args:
         source: the document.
         documents: docstore or index in which its nodes are found; None for none.
-        filed_by: as `nodes_of` takes it.
 
     Returns:
         Its nodes. If there are none: one node with the text that the bank keeps, or nothing if it keeps none.
@@ -160,7 +152,7 @@ def source_nodes(
     Raises:
         ConfigError: as `nodes_of`.
     """
-    nodes = [] if documents is None else nodes_of(source.document_id, documents, filed_by)
+    nodes = [] if documents is None else nodes_of(source.document_id, documents)
     if not nodes and source.text is not None:
         nodes = [document_node(source.document_id, source.text, source.metadata)]
     return [NodeWithScore(node=node, score=source.share) for node in nodes]
@@ -173,17 +165,15 @@ def document_node(document_id: str, text: str, metadata: Mapping[str, Any]) -> T
     return node
 
 
-def _in_docstore(document_id: str, docstore: BaseDocumentStore, filed_by: FiledBy) -> list[BaseNode]:
-    info = docstore.get_ref_doc_info(document_id) if filed_by == "source" else None
+def _in_docstore(document_id: str, docstore: BaseDocumentStore) -> list[BaseNode]:
+    info = docstore.get_ref_doc_info(document_id)
     ids = [document_id] if info is None else info.node_ids
     nodes = [docstore.get_document(name, raise_error=False) for name in ids]
     return [node for node in nodes if node is not None]
 
 
-def _in_vector_store(document_id: str, store: Any, filed_by: FiledBy) -> list[BaseNode]:
+def _in_vector_store(document_id: str, store: Any) -> list[BaseNode]:
     try:
-        if filed_by == "node":
-            return list(store.get_nodes(node_ids=[document_id]))
         by_source = MetadataFilters(filters=[MetadataFilter(key="ref_doc_id", value=document_id)])
         return list(store.get_nodes(node_ids=None, filters=by_source))
     except NotImplementedError:

@@ -27,7 +27,6 @@ from mac_rag.integrations.framework import SOURCES, TRUNCATED, in_thread
 from mac_rag.integrations.llama_index.llm import MACLLM, noting, raw_of
 from mac_rag.integrations.llama_index.retriever import source_nodes
 from mac_rag.lm.prompt import FittedPrompt
-from mac_rag.retrieval.llama_index import FiledBy
 from mac_rag.sources import source_record
 
 # Only the slots of this template are read; see `read_slots`.
@@ -91,7 +90,6 @@ class MACSynthesizer(BaseSynthesizer):
         streaming: True to yield the answer piece by piece.
         sources: most documents that an answer from memory alone names; 0 for none, which saves a pass over the bank.
         source: index or docstore in which nodes are found by the id of their document; None for none.
-        filed_by: which document of the bank a node belongs to, as set in the `MemoryWriter`; see `document_id`.
         callback_manager: LlamaIndex's callback manager.
 
     Raises:
@@ -105,7 +103,6 @@ class MACSynthesizer(BaseSynthesizer):
         streaming: bool = False,
         sources: int = 3,
         source: BaseIndex[Any] | BaseDocumentStore | None = None,
-        filed_by: FiledBy = "source",
         callback_manager: CallbackManager | None = None,
     ) -> None:
         llm = llm or Settings.llm
@@ -117,7 +114,6 @@ class MACSynthesizer(BaseSynthesizer):
         super().__init__(llm=llm, streaming=streaming, callback_manager=callback_manager)
         self._most_sources = sources
         self._source = source
-        self._filed_by = filed_by
 
     def _get_prompts(self) -> PromptDictType:
         return {}
@@ -214,7 +210,7 @@ class MACSynthesizer(BaseSynthesizer):
         )
 
     def _respond(self, work: _Synthesis, answer: RESPONSE_TEXT_TYPE, sources: Sequence[Source]) -> RESPONSE_TYPE:
-        nodes = [scored for source in sources for scored in source_nodes(source, self._source, self._filed_by)]
+        nodes = [scored for source in sources for scored in source_nodes(source, self._source)]
         response = self._prepare_response_output(answer, [*work.source_nodes, *nodes])
         truncated = work.prompt is not None and work.prompt.truncated
         response.metadata = {**(response.metadata or {}), TRUNCATED: truncated}

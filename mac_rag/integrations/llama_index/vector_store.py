@@ -10,17 +10,14 @@ from llama_index.core.bridge.pydantic import PrivateAttr
 from llama_index.core.schema import BaseNode
 from llama_index.core.vector_stores.types import (
     BasePydanticVectorStore,
-    MetadataFilter,
     MetadataFilters,
     VectorStoreQuery,
     VectorStoreQueryResult,
 )
 
 from mac_rag.engine import MACEngine
-from mac_rag.errors import ConfigError
 from mac_rag.integrations.framework import in_thread, warn_of_empty_bank
 from mac_rag.integrations.llama_index.component import EngineComponent
-from mac_rag.retrieval.llama_index import FiledBy
 
 logger = logging.getLogger(__name__)
 
@@ -51,23 +48,14 @@ class MACVectorStore(EngineComponent, BasePydanticVectorStore):
     Args:
         vector_store: the vector store.
         engine: the engine whose bank forgets deleted documents.
-        filed_by: as set in the `MemoryWriter`. With `node`, `delete_nodes` deletes the named nodes from the bank, and
-            `delete` finds the nodes of a document by `get_nodes`, which the vector store must support.
     """
 
     stores_text: bool
     is_embedding_query: bool
-    filed_by: FiledBy
     _store: BasePydanticVectorStore = PrivateAttr()
 
-    def __init__(
-        self, vector_store: BasePydanticVectorStore, engine: MACEngine, *, filed_by: FiledBy = "source"
-    ) -> None:
-        super().__init__(
-            stores_text=vector_store.stores_text,
-            is_embedding_query=vector_store.is_embedding_query,
-            filed_by=filed_by,
-        )
+    def __init__(self, vector_store: BasePydanticVectorStore, engine: MACEngine) -> None:
+        super().__init__(stores_text=vector_store.stores_text, is_embedding_query=vector_store.is_embedding_query)
         self._engine = engine
         self._store = vector_store
 
@@ -86,33 +74,25 @@ class MACVectorStore(EngineComponent, BasePydanticVectorStore):
 
         Raises:
             BankError: if the bank is not open for writing.
-            ConfigError: with `filed_by="node"`, if the vector store cannot find the nodes of a document.
         """
-        self._forget(self._bank_ids(ref_doc_id))
+        self._forget([ref_doc_id])
         self._store.delete(ref_doc_id, **delete_kwargs)
 
     async def adelete(self, ref_doc_id: str, **delete_kwargs: Any) -> None:
         """Like `delete`, without blocking the event loop."""
-        await in_thread(lambda: self._forget(self._bank_ids(ref_doc_id)))
+        await in_thread(self._forget, [ref_doc_id])
         await self._store.adelete(ref_doc_id, **delete_kwargs)
 
     def delete_nodes(
         self, node_ids: list[str] | None = None, filters: MetadataFilters | None = None, **delete_kwargs: Any
     ) -> None:
-        """Deletes nodes from the vector store and, with `filed_by="node"`, from the bank.
-
-        Raises:
-            BankError: see `delete`.
-            ConfigError: see `delete`.
-        """
-        self._forget(self._node_ids(node_ids, filters))
+        """Deletes nodes from the vector store. The bank holds whole documents, which `delete` deletes."""
         self._store.delete_nodes(node_ids, filters, **delete_kwargs)
 
     async def adelete_nodes(
         self, node_ids: list[str] | None = None, filters: MetadataFilters | None = None, **delete_kwargs: Any
     ) -> None:
-        """Like `delete_nodes`, without blocking the event loop."""
-        await in_thread(lambda: self._forget(self._node_ids(node_ids, filters)))
+        """As `delete_nodes`."""
         await self._store.adelete_nodes(node_ids, filters, **delete_kwargs)
 
     def clear(self) -> None:
@@ -124,27 +104,6 @@ class MACVectorStore(EngineComponent, BasePydanticVectorStore):
         """Like `clear`, without blocking the event loop."""
         await in_thread(lambda: self._forget(self.engine.bank.document_ids))
         await self._store.aclear()
-
-    def _bank_ids(self, ref_doc_id: str) -> list[str]:
-        """The ids of a document, or of its nodes, in the bank."""
-        if self.filed_by == "source":
-            return [ref_doc_id]
-        by_source = MetadataFilters(filters=[MetadataFilter(key="ref_doc_id", value=ref_doc_id)])
-        return self._node_ids(None, by_source)
-
-    def _node_ids(self, node_ids: list[str] | None, filters: MetadataFilters | None) -> list[str]:
-        """The ids of nodes in the bank; none if the bank files whole documents."""
-        if self.filed_by == "source":
-            return []
-        if filters is None:
-            return node_ids or []
-        try:
-            return [node.node_id for node in self._store.get_nodes(node_ids, filters)]
-        except NotImplementedError:
-            raise ConfigError(
-                f"{type(self._store).__name__} does not tell which nodes a document has, so the bank cannot forget "
-                "them; file whole documents (filed_by='source'), or delete nodes by their ids"
-            ) from None
 
     def _forget(self, document_ids: Sequence[str]) -> None:
         for document_id in document_ids:

@@ -20,7 +20,7 @@ from mac_rag.errors import BankError, ConfigError, MACError
 from mac_rag.integrations.framework import bank_state, in_thread
 from mac_rag.integrations.llama_index.component import EngineComponent
 from mac_rag.integrations.llama_index.instrumentation import listen, running_docstore, running_documents
-from mac_rag.retrieval.llama_index import FiledBy, document_id
+from mac_rag.retrieval.llama_index import document_id
 
 logger = logging.getLogger(__name__)
 
@@ -51,28 +51,18 @@ class MemoryWriter(EngineComponent, TransformComponent):
 
     Args:
         engine: the engine to adapt.
-        filed_by: `source` to file each document under its id; it must then arrive as one node. `node` to file every
-            node under its own id; ids of nodes must then stay the same from run to run. See `document_id`.
         show_progress: True to show a progress bar.
     """
 
-    filed_by: FiledBy = "source"
     show_progress: bool = False
 
-    def __init__(self, engine: MACEngine, *, filed_by: FiledBy = "source", show_progress: bool = False) -> None:
-        super().__init__(filed_by=filed_by, show_progress=show_progress)
+    def __init__(self, engine: MACEngine, *, show_progress: bool = False) -> None:
+        super().__init__(show_progress=show_progress)
         self._engine = engine
         listen()
 
     @classmethod
-    def from_index(
-        cls,
-        index: NodeSource,
-        engine: MACEngine | None = None,
-        *,
-        filed_by: FiledBy = "source",
-        show_progress: bool = False,
-    ) -> Self:
+    def from_index(cls, index: NodeSource, engine: MACEngine | None = None, *, show_progress: bool = False) -> Self:
         """Fills a bank from the documents of an existing index, and returns a writer for new documents.
 
         Documents that the bank holds with the same text and metadata cost nothing, and no document is deleted. A bank
@@ -90,16 +80,14 @@ class MemoryWriter(EngineComponent, TransformComponent):
         Args:
             index: an index, a docstore, a vector store that stores texts, or a Chroma collection.
             engine: the engine whose bank to fill; None for a new one with the default model.
-            filed_by: `source` to join the nodes of a document again and file it under its id; `node` to file each node
-                under its own id. See `document_id`.
             show_progress: True to show a progress bar.
 
         Raises:
             ConfigError: for an index whose vector store cannot list its nodes.
             FingerprintError: if another model wrote the bank.
         """
-        writer = cls(MACEngine() if engine is None else engine, filed_by=filed_by, show_progress=show_progress)
-        writer._adapt(documents_in(index, filed_by))
+        writer = cls(MACEngine() if engine is None else engine, show_progress=show_progress)
+        writer._adapt(documents_in(index))
         return writer
 
     @classmethod
@@ -155,11 +143,11 @@ class MemoryWriter(EngineComponent, TransformComponent):
         """The nodes as documents for the bank."""
         documents: dict[str, Document] = {}
         for node in nodes:
-            bank_id = document_id(node, self.filed_by)
+            bank_id = document_id(node)
             if bank_id in documents:
                 raise BankError(
                     f"two nodes belong to document {bank_id!r}, which the bank files as one; put MemoryWriter before "
-                    "the splitter, or file each node under its own id with filed_by='node'"
+                    "the splitter"
                 )
             text = node.get_content(metadata_mode=MetadataMode.NONE)
             documents[bank_id] = Document(bank_id, text, dict(node.metadata))
@@ -191,19 +179,15 @@ NodeSource: TypeAlias = Any  # BaseIndex, BaseDocumentStore, BasePydanticVectorS
 _PAGE = 1000  # records of a Chroma collection that are read at a time
 
 
-def documents_in(source: NodeSource, filed_by: FiledBy) -> list[Document]:
-    """The documents of a source, in its order; logs a warning if some have no text.
-
-    Args:
-        source: an index, a docstore, a vector store that stores texts, or a Chroma collection.
-        filed_by: `source` to join the nodes of a document again; `node` to make a document of each node.
+def documents_in(source: NodeSource) -> list[Document]:
+    """The documents of a source, joined from their nodes, in its order; logs a warning if some have no text.
 
     Raises:
         ConfigError: for a source of another kind, or one that cannot list its nodes.
     """
     nodes: dict[str, list[BaseNode]] = {}
     for node in _nodes_in(source):
-        nodes.setdefault(document_id(node, filed_by), []).append(node)
+        nodes.setdefault(document_id(node), []).append(node)
     documents = [Document(name, _text(parts), dict(parts[0].metadata)) for name, parts in nodes.items()]
     without = [document.id for document in documents if is_blank(document.text)]
     if without:
@@ -261,18 +245,34 @@ def _in_collection(collection: Any) -> Iterator[BaseNode]:
 
 
 def _text(nodes: list[BaseNode]) -> str:
-    """The text of a document, joined from its nodes without repeating their overlaps."""
-    if all(isinstance(node, TextNode) and node.start_char_idx is not None for node in nodes):
-        nodes = sorted(nodes, key=lambda node: node.start_char_idx or 0)  # type: ignore[attr-defined]
+    """The text of a document, joined from its nodes without repeating their overlaps.
+
+    LlamaIndex takes the first place where a node's text occurs for its position, which is wrong for repeated sentences.
+    """
     text, end = "", 0
-    for node in nodes:
+    for node in _in_order(nodes):
         part = node.get_content(metadata_mode=MetadataMode.NONE)
         start = node.start_char_idx if isinstance(node, TextNode) else None
         if not text or start is None:
             text = f"{text}\n\n{part}" if text else part
-        elif start < end and text.endswith(part[: end - start]):
+        elif start < end < start + len(part) and text.endswith(part[: end - start]):
             text += part[end - start :]
         else:
-            text += (" " if start > end else "") + part
+            text += (" " if start != end else "") + part
         end = max(end, (start or 0) + len(part))
     return text
+
+
+def _in_order(nodes: list[BaseNode]) -> list[BaseNode]:
+    """The nodes of a document as they follow each other, or else by their positions, if all have one."""
+    following = {None if node.prev_node is None else node.prev_node.node_id: node for node in nodes}
+    ordered = []
+    node = following.get(None)
+    while node is not None:
+        ordered.append(node)
+        node = following.pop(node.node_id, None)
+    if len(ordered) == len(nodes):
+        return ordered
+    if all(isinstance(node, TextNode) and node.start_char_idx is not None for node in nodes):
+        return sorted(nodes, key=lambda node: node.start_char_idx or 0)  # type: ignore[attr-defined]
+    return nodes
