@@ -65,7 +65,6 @@ _BLOBS = 1 << 20  # bytes of rows that are read in one query, if there are sever
 # From this many rows on, the keys of a bank are kept in a file of their own. In the bank, they lie between the codes.
 _MANY_ROWS = 2_000
 _MOST_CODES = 1 << 29  # bytes of the codes of a row; SQLite takes twice as many
-_SOME_WORDS = "SELECT key, words FROM bm25_document WHERE key > ? ORDER BY key LIMIT ?"
 # A document of the index whose text only the bank holds gets it back before the bank deletes it.
 _TAKE_TEXT = (
     "UPDATE bm25_document SET text = (SELECT text.text FROM document JOIN text ON text.document = document.key "
@@ -969,23 +968,10 @@ class MemoryBank(Contents):
         self._check_writable()
         sequence = self._found(document_id) >> PART_BITS
         with self.changing() as link:
-            if from_index:
-                self._delete_indexed(link, document_id)
+            if from_index and link.rows("SELECT 1 FROM bm25_document WHERE id = ?", (document_id,)):
+                link.write("DELETE FROM bm25_document WHERE id = ?", [(document_id,)])
+                self.index_version += 1
             return self._delete(link, [sequence])
-
-    def _delete_indexed(self, link: Connection, document_id: str) -> None:
-        """Deletes a document from the index in the bank, and the words that no other document has."""
-        found = link.rows("SELECT words FROM bm25_document WHERE id = ?", (document_id,))
-        if not found:
-            return
-        link.write("DELETE FROM bm25_document WHERE id = ?", [(document_id,)])
-        unused = np.unique(np.frombuffer(found[0][0], "<i4"))
-        last = -1
-        while len(unused) and (others := link.rows(_SOME_WORDS, (last, _PAGE))):
-            unused = np.setdiff1d(unused, np.frombuffer(b"".join(words for _, words in others), "<i4"))
-            last = others[-1][0]
-        link.write("DELETE FROM bm25_word WHERE number = ?", [(number,) for number in unused.tolist()])
-        self.index_version += 1
 
     def _encoded(self, phi: NewRows, summarise: Summarise | None = None) -> Rows:
         """Memory tokens as the bank keeps them; codes as they are."""

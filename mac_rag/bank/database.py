@@ -7,9 +7,8 @@
     codebook        with rows pq, what their codes are looked up in
     change          which entries were deleted or described anew, and in which commit
     writer          which writer has made the commits from one on
-    bm25            the settings of the BM25 index in the bank, and its next numbers; empty without an index
+    bm25            the settings of the BM25 index in the bank, and its next number; empty without an index
     bm25_document   the documents of the index, each with its words; a text that `text` holds is only there
-    bm25_word       the words of the index
 
 The key of a document or row is the number of its entry times 2 ** 16, and its number within the entry. Each document
 of an entry has the number of its rows. The database has
@@ -62,10 +61,9 @@ SCHEMA = (
     "STRICT, WITHOUT ROWID",
     "CREATE TABLE writer (version INTEGER PRIMARY KEY, name TEXT NOT NULL) STRICT",
     "CREATE TABLE bm25 (number INTEGER PRIMARY KEY CHECK (number = 1), settings TEXT NOT NULL, lineage TEXT NOT NULL, "
-    "next_document INTEGER NOT NULL, next_word INTEGER NOT NULL) STRICT",
+    "next_document INTEGER NOT NULL) STRICT",
     "CREATE TABLE bm25_document (key INTEGER PRIMARY KEY, id TEXT NOT NULL UNIQUE, metadata TEXT NOT NULL, text TEXT, "
     "words BLOB NOT NULL, crc INTEGER NOT NULL) STRICT",
-    "CREATE TABLE bm25_word (number INTEGER PRIMARY KEY, word TEXT NOT NULL, crc INTEGER NOT NULL) STRICT",
 )
 # Endings of the files beside a bank: of SQLite, the lock, the derived keys, and a file that is not complete yet.
 WAL, SHM, LOCK, KEYS, UNFINISHED = "-wal", "-shm", "-lock", "-keys", "-new"

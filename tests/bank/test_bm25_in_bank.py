@@ -224,9 +224,7 @@ def test_a_kill_before_the_commit_leaves_neither_memory_nor_words(bank: MemoryBa
     with MemoryBank.open(bank.path, write=True) as again:
         assert again.document_ids == ["bridge"]
         assert names(BankBM25Retriever(again), "ferry bridge") == ["bridge"]
-        assert b"ferry" not in b"".join(
-            word.encode() for (word,) in again.connection.rows("SELECT word FROM bm25_word")
-        )
+        assert b"ferry" not in b"".join(words for (words,) in again.connection.rows("SELECT words FROM bm25_document"))
 
 
 def test_a_change_that_the_file_refuses_is_made_neither_there_nor_in_memory(
@@ -303,9 +301,6 @@ def test_copies_of_a_bank_have_the_index(bank: MemoryBank, folder: Path) -> None
         ("UPDATE bm25_document SET text = 'Other text.'", "document 'bridge'"),
         ("UPDATE bm25_document SET metadata = '{}'", "document 'bridge'"),
         ("UPDATE bm25_document SET words = x'00'", "document 'bridge'"),
-        ("UPDATE bm25_word SET word = 'x' WHERE number = 0", "word 0"),
-        ("DELETE FROM bm25_word WHERE number = 0", "a word is missing"),
-        ("INSERT INTO bm25_word VALUES (77, 'left', 0)", "belong to no document"),
         ("UPDATE bm25 SET settings = '{}'", "settings"),
         ("DELETE FROM bm25", "no settings"),
     ],
