@@ -39,7 +39,7 @@ from mac_rag.bank.database import (
     read_settings,
     setting_rows,
 )
-from mac_rag.bank.directory import ALL_KEYS, Directory, index_crc, span
+from mac_rag.bank.directory import ALL_KEYS, Directory, followed, index_crc, span
 from mac_rag.bank.entries import BankEntry, Entry, NewEntry, Texts, described_members, new_entries
 from mac_rag.bank.interface import BankContents, Intent
 from mac_rag.bank.keys_file import KeysFile, read_keys_file, remove_keys_file, write_keys_file
@@ -531,8 +531,7 @@ class Contents:
         """
         keys = self._now.keys
         if keys is not None and first < len(self.row_keys):
-            known = torch.isin(self.row_keys, keys.directory.row_keys, assume_unique=True)
-            prefix = int(known.long().cumprod(0).sum())
+            prefix, _ = followed(keys.directory.row_keys, self.row_keys)
             if first < prefix:
                 yield keys.summaries_of(self.row_keys[first:prefix])
                 first = prefix

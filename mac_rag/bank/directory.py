@@ -191,6 +191,19 @@ def index_crc(*numbers: int, data: bytes = b"") -> int:
     return zlib.crc32(data, zlib.crc32(struct.pack(f"<{len(numbers)}q", *numbers)))
 
 
+def followed(known: Tensor, row_keys: Tensor) -> tuple[int, Tensor]:
+    """What is left of the rows that were known, `known` `[K]` by their keys, in a later version of a bank.
+
+    New rows come after all others.
+
+    Returns:
+        How many rows come before the first new one, and which of the K rows they are, bool `[K]`.
+    """
+    is_known = torch.isin(row_keys, known, assume_unique=True)
+    first = int(is_known.long().cumprod(0).sum())
+    return first, torch.isin(known, row_keys[:first], assume_unique=True)
+
+
 def id_hashes(document_ids: Sequence[str]) -> Tensor:
     """`id_hash` of each document, int64 `[n]`."""
     return torch.tensor([id_hash(name) for name in document_ids], dtype=torch.long)
