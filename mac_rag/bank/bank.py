@@ -39,8 +39,8 @@ from mac_rag.bank.database import (
     read_settings,
     setting_rows,
 )
-from mac_rag.bank.directory import ALL_KEYS, Directory, followed, index_crc, span
-from mac_rag.bank.entries import BankEntry, Entry, NewEntry, Texts, described_members, new_entries
+from mac_rag.bank.directory import Directory, followed, index_crc, span
+from mac_rag.bank.entries import BankEntry, NewEntry, Texts, described_members, new_entries
 from mac_rag.bank.interface import BankContents, Intent
 from mac_rag.bank.keys_file import KeysFile, read_keys_file, remove_keys_file, write_keys_file
 from mac_rag.bank.known_documents import KnownDocuments
@@ -653,8 +653,8 @@ class MemoryBank(Contents):
         self._name = secrets.token_hex(8)  # of this writer
         self._has_written = False  # its name is in the file
         self._is_unclean = False  # something that was deleted is in the log
-        self._added: list[Entry] = []
-        self._removed: set[int] = set()
+        self._is_stale = False  # the directory has yet to be brought up to date
+        self._changed: set[int] = set()  # entries of the directory that were deleted or described anew since
         self._unused = 0  # numbers below were those of entries that a rollback has taken back
         self._touched: set[int] = set()  # entries that were deleted or described anew since the last commit
         self._latest: weakref.ref[Pin] | None = None
@@ -745,14 +745,10 @@ class MemoryBank(Contents):
 
     @property
     def _now(self) -> State:
-        if self._added or self._removed:
-            directory = self._state.directory
-            added = [record for record in self._added if record.sequence not in self._removed]
-            directory = directory.without(self._removed)
-            if added:
-                directory = directory.joined(Directory.of(added))
-            self._state = self._state._replace(directory=directory, keys=None if self._removed else self._state.keys)
-            self._added, self._removed = [], set()
+        if self._is_stale:
+            directory = self._state.directory.updated(self.connection, self._changed)
+            self._state = self._state._replace(directory=directory, keys=None if self._changed else self._state.keys)
+            self._is_stale, self._changed = False, set()
         return self._state
 
     @property
@@ -916,12 +912,7 @@ class MemoryBank(Contents):
                 "index_crc) = (?, ?, ?, ?, ?, ?, ?, ?, ?, ?) WHERE key = ?",
                 [(*row, key) for key, *row in described],
             )
-        self._touched.update(sequences)
-        self._removed.update(sequences)
-        state = self._now
-        entries = Directory.read(self.connection, map(span, sequences))
-        self._state = state._replace(directory=state.directory.joined(entries))
-        self.version += 1
+            self._change(sequences)
 
     def merge(self, document_ids: Iterable[str], phi: Tensor) -> None:
         """Replaces the entries of these documents by one entry that stands for all of their documents.
@@ -1082,14 +1073,14 @@ class MemoryBank(Contents):
         self._is_unclean |= erases
         link = self._database.writer
         assert link is not None
-        before = list(self._added), set(self._removed), set(self._touched), self._state
+        before = self._is_stale, set(self._changed), set(self._touched), self._state
         self._begin_transaction(link)
         link.write("SAVEPOINT step")
         try:
             yield link
             link.write("RELEASE step")
         except BaseException:
-            self._added, self._removed, self._touched, self._state = before
+            self._is_stale, self._changed, self._touched, self._state = before
             try:
                 link.write("ROLLBACK TO step")
                 link.write("RELEASE step")
@@ -1129,12 +1120,17 @@ class MemoryBank(Contents):
         deleted = sum(link.rows(statement, keys)[0][0] for keys in spans)
         for table in ("document", "row"):
             link.write(f"DELETE FROM {table} WHERE key >= ? AND key <= ?", spans)
-        self._removed.update(sequences)
-        self._touched.update(sequences)
+        self._change(sequences)
         settings = self._state.settings
         left = settings.documents - len(names)
         self._set(documents=left, bytes=max(0, settings.bytes - deleted), shape=settings.shape if left else None)
         return tuple(names)
+
+    def _change(self, sequences: Iterable[int]) -> None:
+        """Notes that entries were deleted or described anew."""
+        self._is_stale = True
+        self._changed.update(sequences)
+        self._touched.update(sequences)
 
     def _insert(self, link: Connection, rows: Rows, entries: Sequence[NewEntry]) -> None:
         """Writes entries with their rows."""
@@ -1143,11 +1139,10 @@ class MemoryBank(Contents):
             self._set(layout=RowLayout(token_bytes=shape[1]))
         settings = self._state.settings
         first = max(settings.next_sequence, self._unused)
-        records = [Entry(entry.members, number, entry.rows) for number, entry in enumerate(entries, first)]
         keyed = [
-            (record.sequence << PART_BITS | number, record.rows, member, text)
-            for record, entry in zip(records, entries)
-            for number, (member, text) in enumerate(zip(record.members, entry.texts))
+            (sequence << PART_BITS | number, entry.rows, member, text)
+            for sequence, entry in enumerate(entries, first)
+            for number, (member, text) in enumerate(zip(entry.members, entry.texts))
         ]
         link.write(
             "INSERT INTO document VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
@@ -1160,16 +1155,20 @@ class MemoryBank(Contents):
                 "UPDATE bm25_document SET text = NULL WHERE id = ? AND text = ?",
                 [(member.document_id, text) for _, _, member, text in keyed],
             )
-        keys = [record.sequence << PART_BITS | number for record in records for number in range(record.rows)]
+        keys = [
+            sequence << PART_BITS | number
+            for sequence, entry in enumerate(entries, first)
+            for number in range(entry.rows)
+        ]
         packed = self.layout.pack(rows)
         crcs = [(row_crc(row.codes, row.places, row.weights), row_crc(*row[1:4])) for row in packed]
         link.write(
             "INSERT INTO row VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
             ((key, row.tokens, *both, *row[1:]) for key, row, both in zip(keys, packed, crcs, strict=True)),
         )
-        self._added += records
+        self._is_stale = True
         self._set(
-            next_sequence=first + len(records),
+            next_sequence=first + len(entries),
             documents=settings.documents + len(keyed),
             bytes=settings.bytes + sum(len(blob) for row in packed for blob in row[1:]),
             shape=shape,
@@ -1202,6 +1201,7 @@ class MemoryBank(Contents):
                 if not self._has_written:
                     link.write("INSERT INTO writer VALUES (?, ?)", [(settings.version, self._name)])
                 link.write("INSERT INTO change VALUES (?, ?)", [(settings.version, one) for one in self._touched])
+                _ = self._now  # which reads the file, and that may fail
                 link.write("COMMIT")
                 self._settle(settings)
             except BaseException:
@@ -1257,7 +1257,7 @@ class MemoryBank(Contents):
                 return
             if self.version != self._committed_version or self._state is not self._committed:
                 self._unused = max(self._unused, self._state.settings.next_sequence)
-                self._added, self._removed, self._touched = [], set(), set()
+                self._is_stale, self._changed, self._touched = False, set(), set()
                 self._state = self._committed
                 self.version += 1
                 self.index_version += 1
@@ -1396,33 +1396,20 @@ def _read_state(link: Connection, former: State | None) -> State:
     writer = writer_at(link, settings.version)
     if former is not None and (settings.version, writer) == (former.settings.version, former.writer):
         return former._replace(settings=settings)
-    quantizer = _read_quantizer(link, settings)
-    keys = None
-    if (
-        former is not None
-        and former.settings.version >= settings.changes_since
-        and has_commit(link, former.settings.version, former.writer)
-    ):
-        base, known = former.directory, former.settings
-        keys = former.keys
+
+    def is_known(version: int, name: str) -> bool:
+        return version >= settings.changes_since and has_commit(link, version, name)
+
+    if former is not None and is_known(former.settings.version, former.writer):
+        version, directory, keys = former.settings.version, former.directory, former.keys
     else:
         keys = read_keys_file(link.path)
-        if keys is not None and (
-            keys.version < settings.changes_since or not has_commit(link, keys.version, keys.writer)
-        ):
+        if keys is not None and not is_known(keys.version, keys.writer):
             keys = None
-        if keys is None:
-            return State(settings, _checked_directory(link, Directory.read(link), settings), quantizer, writer)
-        base = keys.directory
-        last = int(base.sequences[-1]) + 1 if len(base.sequences) else 0
-        known = settings.model_copy(update={"version": keys.version, "next_sequence": last})
-    changed = [one for (one,) in link.rows("SELECT DISTINCT entry FROM change WHERE version > ?", (known.version,))]
-    base = base.without(changed)
-    if changed:
-        keys = None
-        base = base.joined(Directory.read(link, [span(one) for one in changed if one < known.next_sequence]))
-    base = base.joined(Directory.read(link, [(span(known.next_sequence)[0], ALL_KEYS[1])]))
-    return State(settings, _checked_directory(link, base, settings), quantizer, writer, keys)
+        version, directory = (settings.version, Directory.of([])) if keys is None else (keys.version, keys.directory)
+    changed = {one for (one,) in link.rows("SELECT DISTINCT entry FROM change WHERE version > ?", (version,))}
+    directory = _checked_directory(link, directory.updated(link, changed), settings)
+    return State(settings, directory, _read_quantizer(link, settings), writer, None if changed else keys)
 
 
 def _checked_directory(link: Connection, directory: Directory, settings: Settings) -> Directory:
