@@ -29,15 +29,14 @@ from torch import Tensor
 
 from mac_rag.bank.database import (
     PART_BITS,
-    PUT_SETTING,
+    PUT_SETTINGS,
     SEQUENCES,
     Connection,
     Database,
     Pin,
+    SettingsRow,
     exists,
     local_path,
-    read_settings,
-    setting_rows,
 )
 from mac_rag.bank.directory import Directory, followed, index_crc, span
 from mac_rag.bank.entries import BankEntry, NewEntry, Texts, described_members, new_entries
@@ -115,16 +114,25 @@ class Settings(BaseModel):
             DamageError: when they are not what was written.
         """
         try:
-            return cls.model_validate(read_settings(connection))
+            [(version, data, crc)] = connection.rows("SELECT version, data, crc FROM setting")
+            if _crc(str(version), data) != crc:
+                raise ValueError("the checksum of its settings differs")
+            settings = cls.model_validate(json.loads(data))
+            if settings.version != version:
+                raise ValueError("its settings are those of another commit")
+            return settings
         except ValidationError as error:
             fault = error.errors()[0]
             place = ".".join(map(str, fault["loc"]))
             raise DamageError(f"{connection.path} is damaged: {place}: {fault['msg']}") from error
+        except (ValueError, TypeError, RecursionError) as error:
+            raise DamageError(f"{connection.path} is damaged: {error}; restore it from a backup") from error
 
     @property
-    def by_name(self) -> list[tuple[str, Any]]:
-        """All settings by name, as JSON has them."""
-        return list(self.model_dump(mode="json").items())
+    def row(self) -> SettingsRow:
+        """As they are written."""
+        data = json.dumps(self.model_dump(mode="json"))
+        return self.version, data, _crc(str(self.version), data)
 
 
 class State(NamedTuple):
@@ -643,7 +651,7 @@ class MemoryBank(Contents):
         settings = Settings(fingerprint=fingerprint, keep_texts=keep_texts, layout=RowLayout(dtype=rows))
         self._uncreated: Path | None = None  # file in which the first commit creates the bank
         self._initial = settings
-        self._begin(Database.temporary(settings.by_name))
+        self._begin(Database.temporary(settings.row))
 
     def _begin(self, database: Database) -> None:
         """Takes over a bank's file at its last commit."""
@@ -686,7 +694,7 @@ class MemoryBank(Contents):
             BankError: when there is a file of this name.
         """
         settings = Settings(fingerprint=fingerprint, keep_texts=keep_texts, layout=RowLayout(dtype=rows))
-        return cls._of(Database.create(local_path(path), settings=settings.by_name))
+        return cls._of(Database.create(local_path(path), settings.row))
 
     @classmethod
     def create_on_commit(
@@ -1096,8 +1104,8 @@ class MemoryBank(Contents):
             return
         link.write("BEGIN IMMEDIATE")
         settings, writer = self._committed.settings, self._committed.writer
-        [(latest,)] = link.rows("SELECT value FROM setting WHERE name = 'version'")
-        if latest != str(settings.version) or writer_at(link, settings.version) != writer:
+        [(latest,)] = link.rows("SELECT version FROM setting")
+        if latest != settings.version or writer_at(link, settings.version) != writer:
             link.end()
             raise BankError(
                 f"{self.path} was changed by another process meanwhile; open it again and repeat the change"
@@ -1197,7 +1205,7 @@ class MemoryBank(Contents):
         with self._settled:
             try:
                 self._begin_transaction(link)
-                link.write(PUT_SETTING, setting_rows(settings.by_name))
+                link.write(PUT_SETTINGS, [settings.row])
                 if not self._has_written:
                     link.write("INSERT INTO writer VALUES (?, ?)", [(settings.version, self._name)])
                 link.write("INSERT INTO change VALUES (?, ?)", [(settings.version, one) for one in self._touched])
@@ -1246,7 +1254,7 @@ class MemoryBank(Contents):
         if self._database is None or self._database.writer is None:
             return
         if self._uncreated is not None and self._committed.settings.version:  # its file could not be made
-            self._replace(Database.temporary(self._initial.by_name))
+            self._replace(Database.temporary(self._initial.row))
             self.index_version += 1
             return
         with self._settled:
@@ -1470,8 +1478,8 @@ def has_commit(link: Connection, version: int, writer: str, *, latest: bool = Fa
         version, writer: the commit.
         latest: True to ask for the one that it sees.
     """
-    [(last,)] = link.rows("SELECT value FROM setting WHERE name = 'version'")
-    return (version == int(last) if latest else version <= int(last)) and writer_at(link, version) == writer
+    [(last,)] = link.rows("SELECT version FROM setting")
+    return (version == last if latest else version <= last) and writer_at(link, version) == writer
 
 
 def _document_row(key: int, rows: int, member: Member) -> tuple[Any, ...]:

@@ -1,6 +1,6 @@
 """The file of a bank: a SQLite database with its schema, its connections and its errors.
 
-    setting         what holds for the whole bank, by name, as JSON
+    setting         what holds for the whole bank: one row, as JSON
     document        the documents of the entries, in the order of arrival, without their texts
     text            their texts, in a bank that keeps texts
     row             the memory tokens, and what is read of every row before the first question
@@ -19,7 +19,6 @@ of the file `<bank>-lock`, which names it.
 from __future__ import annotations
 
 import errno
-import json
 import os
 import re
 import sqlite3
@@ -27,7 +26,6 @@ import stat
 import tempfile
 import threading
 import weakref
-import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
@@ -46,7 +44,8 @@ SEQUENCES = 1 << 47  # numbers of entries are below this
 APPLICATION = 0x4D414342
 SCHEMA_VERSION = 1
 SCHEMA = (
-    "CREATE TABLE setting (name TEXT PRIMARY KEY, value TEXT NOT NULL) STRICT, WITHOUT ROWID",
+    "CREATE TABLE setting (number INTEGER PRIMARY KEY CHECK (number = 1), version INTEGER NOT NULL, "
+    "data TEXT NOT NULL, crc INTEGER NOT NULL) STRICT",
     "CREATE TABLE document (key INTEGER PRIMARY KEY, id TEXT NOT NULL UNIQUE, content_hash TEXT NOT NULL, "
     "metadata TEXT NOT NULL, added TEXT NOT NULL, crc INTEGER NOT NULL, rows INTEGER NOT NULL, hash INTEGER NOT NULL, "
     "moment INTEGER NOT NULL, supersedes BLOB NOT NULL, index_crc INTEGER NOT NULL) STRICT",
@@ -67,7 +66,7 @@ SCHEMA = (
 )
 # Endings of the files beside a bank: of SQLite, the lock, the derived keys, and a file that is not complete yet.
 WAL, SHM, LOCK, KEYS, UNFINISHED = "-wal", "-shm", "-lock", "-keys", "-new"
-_CRC = "crc"  # name of the setting that is the checksum of the others
+PUT_SETTINGS = "INSERT OR REPLACE INTO setting VALUES (1, ?, ?, ?)"
 _OLDEST = (3, 37, 0)  # the first SQLite with strict tables
 _PAGE = 4096  # bytes; of larger pages more stays empty, whatever the size of a row
 MOST_VALUES = 500  # of one query
@@ -78,6 +77,7 @@ _LARGEST_VALUE = 1 << 30  # bytes of a text or blob
 # One letter in front of the colon is a drive of Windows.
 _URL = re.compile(r"[a-zA-Z][a-zA-Z0-9+.-]+:/")
 Values: TypeAlias = Sequence[Any]
+SettingsRow: TypeAlias = tuple[int, str, int]  # number of the commit, all settings as JSON, and their checksum
 
 
 def local_path(place: str | Path) -> Path:
@@ -386,13 +386,12 @@ class Database:
             raise
 
     @classmethod
-    def create(cls, path: Path, source: Connection | None = None, settings: Iterable[tuple[str, Any]] = ()) -> Database:
+    def create(cls, path: Path, source: Connection | SettingsRow) -> Database:
         """Makes a new file and opens it for writing. After a crash or an error, there is no file of this name.
 
         Args:
             path: the file.
-            source: what it holds: a copy of another bank; None for nothing but settings.
-            settings: all settings by name, without a source.
+            source: what it holds: a copy of another bank, or settings and nothing else.
 
         Raises:
             BankError: when there is something of this name, or the file cannot be written.
@@ -407,10 +406,10 @@ class Database:
         try:
             with database_errors(path, "written to"):
                 _remove(unfinished)
-                if source is None:
-                    _new_file(unfinished, settings)
-                else:
+                if isinstance(source, Connection):
                     source.copy_to(unfinished)
+                else:
+                    _new_file(unfinished, source)
                 if exists(path):
                     raise BankError(f"{path} has come meanwhile; choose another name")
                 _remove(path)  # the log of a bank that was removed would become a part of this one
@@ -425,7 +424,7 @@ class Database:
             raise
 
     @classmethod
-    def temporary(cls, settings: Iterable[tuple[str, Any]]) -> Database:
+    def temporary(cls, settings: SettingsRow) -> Database:
         """A bank that this process alone sees, and that goes with the object."""
         folder = tempfile.TemporaryDirectory(prefix="mac-rag-", ignore_cleanup_errors=True)
         path = Path(folder.name) / "bank"
@@ -544,36 +543,7 @@ def check_format(connection: Connection) -> None:
         raise DamageError(f"{path} has tables that no memory bank has; restore it from a backup")
 
 
-def read_settings(connection: Connection) -> dict[str, Any]:
-    """The settings of a bank by name.
-
-    Raises:
-        DamageError: when they are not what was written.
-    """
-    rows = dict(connection.rows("SELECT name, value FROM setting"))
-    try:
-        if rows.pop(_CRC, None) != settings_crc(rows):
-            raise ValueError("the checksum of its settings differs")
-        return {name: json.loads(value) for name, value in rows.items()}
-    except (ValueError, TypeError, RecursionError) as error:
-        raise DamageError(f"{connection.path} is damaged: {error}; restore it from a backup") from error
-
-
-PUT_SETTING = "INSERT OR REPLACE INTO setting (name, value) VALUES (?, ?)"
-
-
-def setting_rows(settings: Iterable[tuple[str, Any]]) -> list[tuple[str, str]]:
-    """All settings as `PUT_SETTING` takes them, with their checksum; nothing for none."""
-    rows = {name: json.dumps(value) for name, value in settings}
-    return [*rows.items(), (_CRC, settings_crc(rows))] if rows else []
-
-
-def settings_crc(rows: dict[str, str]) -> str:
-    """The setting `crc`, from the values of the others by name, as they are written."""
-    return str(zlib.crc32("\n".join(f"{name} {rows[name]}" for name in sorted(rows)).encode()))
-
-
-def _new_file(path: Path, settings: Iterable[tuple[str, Any]], *, durable: bool = True) -> None:
+def _new_file(path: Path, settings: SettingsRow, *, durable: bool = True) -> None:
     """Writes a database without documents, in one file, on the disk."""
     os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
     connection = sqlite3.connect(path, isolation_level=None)
@@ -589,7 +559,7 @@ def _new_file(path: Path, settings: Iterable[tuple[str, Any]], *, durable: bool 
         connection.execute("BEGIN")
         for statement in SCHEMA:
             connection.execute(statement)
-        connection.executemany(PUT_SETTING, setting_rows(settings))
+        connection.execute(PUT_SETTINGS, settings)
         connection.execute("COMMIT")
     finally:
         connection.close()

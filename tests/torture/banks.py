@@ -19,7 +19,7 @@ from mac_rag.bank.rows import RowLayout, row_crc
 from mac_rag.bank.verify import verify
 from mac_rag.data.types import Document
 from mac_rag.nn.product_quantizer import ProductQuantizer
-from tests.bank.helpers import alter_setting
+from tests.bank.helpers import alter_setting, settings_of
 from tests.torture.mutations import (
     VALUES,
     Mutations,
@@ -130,13 +130,12 @@ def _one(connection: sqlite3.Connection, rng: random.Random, columns: str, table
 
 
 def _setting(folder: Path, rng: random.Random) -> str:
-    with _database(folder) as connection:
-        name, value = _one(connection, rng, "name, value", "setting WHERE name <> 'crc'")
-        text = mutate_json({"value": json.loads(value)}, rng)
-        try:
-            text = json.dumps(json.loads(text)["value"])
-        except (ValueError, KeyError, RecursionError, TypeError):
-            text = text[:1000]
+    name, value = rng.choice(sorted(settings_of(folder / "bank").items()))
+    text = mutate_json({"value": value}, rng)
+    try:
+        text = json.dumps(json.loads(text)["value"])
+    except (ValueError, KeyError, RecursionError, TypeError):
+        text = text[:1000]
     alter_setting(folder / "bank", name, text)
     return f"{name} {text[:200]}"
 
