@@ -283,7 +283,7 @@ class Contents:
     def _members(self, first: int, last: int) -> dict[int, tuple[Member, ...]]:
         """The documents of consecutive entries, by sequence number."""
         found: dict[int, list[Member]] = {}
-        fields = "key, id, content_hash, metadata, added, crc"
+        fields = "key, id, lower(hex(content_hash)), metadata, added, crc"
         for key, *member, crc in self.connection.rows(
             f"SELECT {fields} FROM document WHERE key >= ? AND key <= ? ORDER BY key", (span(first)[0], span(last)[1])
         ):
@@ -312,7 +312,7 @@ class Contents:
         if not self.keep_texts:
             return (None,) * len(keys)
         found = self.connection.rows(
-            "SELECT id, metadata, content_hash, text FROM document LEFT JOIN text ON document = key "
+            "SELECT id, metadata, lower(hex(content_hash)), text FROM document LEFT JOIN text ON document = key "
             "WHERE key >= ? AND key < ? ORDER BY key",
             (keys.start, keys.stop),
         )
@@ -1488,7 +1488,8 @@ def _document_row(key: int, rows: int, member: Member) -> tuple[Any, ...]:
     hashes = b"".join(id_hash(name).to_bytes(8, "little", signed=True) for name in member.supersedes)
     fields = (member.document_id, member.content_hash, metadata, member.added)
     index = (rows, id_hash(member.document_id), member.moment)
-    return (key, *fields, _crc(*fields), *index, hashes, index_crc(key, *index, data=hashes))
+    kept = member.document_id, bytes.fromhex(member.content_hash), metadata, member.added
+    return (key, *kept, _crc(*fields), *index, hashes, index_crc(key, *index, data=hashes))
 
 
 def _crc(*fields: str) -> int:

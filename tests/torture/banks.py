@@ -154,14 +154,15 @@ def _row(folder: Path, rng: random.Random) -> str:
 
 def _document(folder: Path, rng: random.Random) -> str:
     with _database(folder) as connection:
-        key, *fields = _one(connection, rng, "key, id, content_hash, metadata, added", "document")
+        key, *fields = _one(connection, rng, "key, id, lower(hex(content_hash)), metadata, added", "document")
         place = rng.randrange(4)
-        fields[place] = mutate_json(json.loads(fields[2]), rng) if place == 2 else rng.choice(["", "x", "\x00", "2004"])
+        strange = ["", "2004"] if place == 1 else ["", "x", "\x00", "2004"]
+        fields[place] = mutate_json(json.loads(fields[2]), rng) if place == 2 else rng.choice(strange)
         crc = zlib.crc32("\0".join(fields).encode("utf-8", "surrogatepass"))
         with suppress(sqlite3.IntegrityError):  # an id that another has
             connection.execute(
                 "UPDATE document SET id = ?, content_hash = ?, metadata = ?, added = ?, crc = ? WHERE key = ?",
-                (*fields, crc, key),
+                (fields[0], bytes.fromhex(fields[1]), *fields[2:], crc, key),
             )
     return str(fields)[:300]
 
