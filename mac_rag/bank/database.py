@@ -154,6 +154,8 @@ def database_errors(path: Path, what: str) -> Iterator[None]:
 class Connection:
     """One connection to a bank's file. Threads may share it; a call is done before the next one starts.
 
+    All methods but `end` and `close` raise a BankError as `database_errors` does.
+
     Args:
         path: the file.
         write: True to change it.
@@ -222,30 +224,18 @@ class Connection:
         connection.execute("SELECT count(*) FROM sqlite_schema").fetchall()  # fails here rather than later
 
     def rows(self, statement: str, values: Values = ()) -> list[Any]:
-        """Executes a statement, and returns all rows of its result.
-
-        Raises:
-            BankError: see `database_errors`.
-        """
+        """Executes a statement, and returns all rows of its result."""
         with self._turn, database_errors(self.path, "read"):
             return self._connection.execute(statement, values).fetchall()
 
     def rows_in(self, statement: str, values: Values) -> Iterator[Any]:
-        """Yields the rows of a statement with `{}` in place of any number of values, which takes several queries.
-
-        Raises:
-            BankError: see `database_errors`.
-        """
+        """Yields the rows of a statement with `{}` in place of any number of values, which takes several queries."""
         for first in range(0, len(values), MOST_VALUES):
             some = values[first : first + MOST_VALUES]
             yield from self.rows(statement.format(",".join("?" * len(some))), some)
 
     def write(self, statement: str, many: Iterable[Values] | None = None) -> None:
-        """Executes a statement, with `many` once for each of their values.
-
-        Raises:
-            BankError: see `database_errors`.
-        """
+        """Executes a statement, with `many` once for each of their values."""
         with self._turn, database_errors(self.path, "written to"):
             if many is None:
                 self._connection.execute(statement)
@@ -264,11 +254,7 @@ class Connection:
                 self._connection.execute("ROLLBACK")
 
     def copy_to(self, path: Path) -> None:
-        """Writes a copy of what this connection sees as a new file, even while others write to the bank.
-
-        Raises:
-            BankError: see `database_errors`; there may be an incomplete file.
-        """
+        """Writes a copy of what this connection sees as a new file, even while others write to the bank."""
         with self._turn, database_errors(self.path, f"copied to {path}"):
             os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
             target = sqlite3.connect(path, isolation_level=None)
@@ -281,20 +267,12 @@ class Connection:
                 target.close()
 
     def copy_from(self, source: Connection) -> None:
-        """Replaces everything in this database by what is in another, in one transaction.
-
-        Raises:
-            BankError: see `database_errors`.
-        """
+        """Replaces everything in this database by what is in another, in one transaction."""
         with self._turn, database_errors(self.path, "written to"):
             source._connection.backup(self._connection, pages=-1)
 
     def shrink(self) -> None:
-        """Gives pages that hold nothing back to the disk.
-
-        Raises:
-            BankError: see `database_errors`.
-        """
+        """Gives pages that hold nothing back to the disk."""
         with self._turn, database_errors(self.path, "written to"):
             # `execute` ends after the first page, because the statement has no columns.
             self._connection.executescript("PRAGMA incremental_vacuum")
