@@ -169,6 +169,8 @@ class ProjectedBank:
             BankError: when the bank has changed since the last `refresh`.
         """
         self._check()
+        if not self.documents:
+            return
         if self.cached:
             keys, values = self._cache.whole(block, self.chunk_rows, self._projected)
             yield from zip(keys.split(self.chunk_rows, 1), values.split(self.chunk_rows, 1), strict=True)
