@@ -15,7 +15,7 @@ import weakref
 import zlib
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence, Set
 from contextlib import contextmanager, suppress
-from functools import partial
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple, TypeAlias
 
@@ -39,7 +39,7 @@ from mac_rag.bank.database import (
     local_path,
 )
 from mac_rag.bank.directory import Directory, followed, index_crc, span
-from mac_rag.bank.entries import BankEntry, NewEntry, Texts, described_members, new_entries
+from mac_rag.bank.entries import Entry, NewEntry, Texts, described_members, new_entries
 from mac_rag.bank.interface import BankContents, Intent
 from mac_rag.bank.keys_file import KeysFile, read_keys_file, remove_keys_file, write_keys_file
 from mac_rag.bank.known_documents import KnownDocuments
@@ -153,6 +153,59 @@ class State(NamedTuple):
     keys: KeysFile | None = None
 
 
+@dataclass(frozen=True)
+class BankEntry(Entry):
+    """An entry of a bank in one file.
+
+    Attributes:
+        bank: the bank, or a snapshot of it.
+
+    Examples:
+        >>> import torch
+        >>> from mac_rag import Document, MemoryBank
+        >>> bank = MemoryBank("fingerprint of the model")
+        >>> documents = [Document("may", "The bridge opened.", {"year": 2004}), Document("june", "The bridge closed.")]
+        >>> forgotten = bank.put(documents, torch.zeros(2, 4, 8))
+        >>> bank["may"].metadata["year"], bank["may"].phi.shape
+        (2004, torch.Size([1, 4, 8]))
+        >>> bank.merge(["may", "june"], torch.zeros(1, 4, 8))
+        >>> [member.document_id for member in bank["june"].members]
+        ['may', 'june']
+    """
+
+    bank: Contents = field(repr=False, compare=False)
+
+    @property
+    def row_keys(self) -> range:
+        """Keys of its rows; see `Contents.row_keys`."""
+        return range(self.sequence << PART_BITS, (self.sequence << PART_BITS) + self.rows)
+
+    @property
+    def phi(self) -> Tensor:
+        """Memory tokens `[rows, T, D]` of the entry, read at each access.
+
+        Raises:
+            BankError: when the entry was deleted since, or in a bank of codes.
+            DamageError: when they are not what was written.
+        """
+        return self.bank.phi_of(self.row_keys)
+
+    @property
+    def codes(self) -> list[Tensor]:
+        """The codes of each row, uint8 `[n, B]`, in a bank of codes; read, and errors, as `phi`."""
+        return self.bank.codes(self.row_keys)
+
+    @property
+    def memory(self) -> NewRows:
+        """What `MemoryBank.put` takes: `codes` in a bank of codes, otherwise `phi`."""
+        return self.codes if self.bank.layout.token_bytes else self.phi
+
+    @property
+    def texts(self) -> Texts:
+        """The kept text of each member; None where the bank keeps none; read, and errors, as `phi`."""
+        return self.bank.texts_of(self.sequence, len(self.members))
+
+
 class Contents:
     """The contents of a bank at one version, by document or by row.
 
@@ -258,7 +311,7 @@ class Contents:
             members = self._members(some[0], some[-1])
             for sequence, count in zip(some, rows[first : first + _PAGE]):
                 if sequence in members:  # otherwise it was deleted since the loop began
-                    yield self._made(sequence, count, members[sequence])
+                    yield BankEntry(members[sequence], sequence, count, self)
 
     def entry(self, sequence: int) -> BankEntry:
         """An entry by its sequence number.
@@ -271,14 +324,7 @@ class Contents:
         members = self._members(sequence, sequence).get(sequence)
         if members is None or place == len(self.directory.sequences):
             raise BankError(f"{self.path or 'this bank'} holds no entry {sequence:,}")
-        return self._made(sequence, int(self.directory.rows[place]), members)
-
-    def _made(self, sequence: int, rows: int, members: tuple[Member, ...]) -> BankEntry:
-        first = sequence << PART_BITS
-        keys, documents = range(first, first + rows), range(first, first + len(members))
-        holds_codes = self.layout.token_bytes > 0
-        reads = partial(self._phi, keys), partial(self.codes, keys), partial(self._texts, documents)
-        return BankEntry(members, sequence, rows, holds_codes, *reads)
+        return BankEntry(members, sequence, int(self.directory.rows[place]), self)
 
     def _members(self, first: int, last: int) -> dict[int, tuple[Member, ...]]:
         """The documents of consecutive entries, by sequence number."""
@@ -302,21 +348,21 @@ class Contents:
             found.setdefault(key >> PART_BITS, []).append(known)
         return {sequence: tuple(members) for sequence, members in found.items()}
 
-    def _texts(self, keys: range) -> Texts:
-        """The texts of consecutive documents; None where none is kept.
+    def texts_of(self, sequence: int, count: int) -> Texts:
+        """The texts of the documents of an entry, by its sequence number and their number; None where none is kept.
 
         Raises:
             BankError: when they were deleted since.
             DamageError: when they are not what was written.
         """
         if not self.keep_texts:
-            return (None,) * len(keys)
+            return (None,) * count
         found = self.connection.rows(
             "SELECT id, metadata, lower(hex(content_hash)), text FROM document LEFT JOIN text ON document = key "
-            "WHERE key >= ? AND key < ? ORDER BY key",
-            (keys.start, keys.stop),
+            "WHERE key >= ? AND key <= ? ORDER BY key",
+            span(sequence),
         )
-        if len(found) != len(keys):
+        if len(found) != count:
             raise BankError(f"the document was deleted from {self.path or 'this bank'} since")
         texts = []
         for name, metadata, content_hash, text in found:
@@ -409,9 +455,9 @@ class Contents:
             raise BankError("the memory bank is empty; adapt to some documents first")
         if len(index) and not 0 <= int(index.min()) <= int(index.max()) < rows:
             raise IndexError(f"rows {int(index.min())} to {int(index.max())} of a bank with {rows} rows")
-        return self._phi(self.row_keys[index].tolist())
+        return self.phi_of(self.row_keys[index].tolist())
 
-    def _phi(self, keys: Sequence[int]) -> Tensor:
+    def phi_of(self, keys: Sequence[int]) -> Tensor:
         """Memory tokens `[n, T, D]` of rows by their keys.
 
         Raises:
@@ -495,7 +541,7 @@ class Contents:
             raise self._damaged(key, f"{tokens:,} tokens of {self.layout.token_bytes:,} bytes in {size:,} bytes")
 
     def _kept(self, keys: Sequence[int]) -> list[tuple[int, bytes, bytes, bytes]]:
-        """Number of tokens, places, weights and codes of rows, if their checksums are right; errors as `_phi`."""
+        """Number of tokens, places, weights and codes of rows, if their checksums are right; errors as `phi_of`."""
         kept = []
         for key, (crc, *row) in zip(keys, self._of_rows("crc, tokens, places, weights, codes", keys), strict=True):
             tokens, places, weights, codes = row
