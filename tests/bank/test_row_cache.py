@@ -54,12 +54,13 @@ def test_it_gives_what_was_asked_for_and_computes_only_what_it_does_not_have(
 ) -> None:
     rows, used = Rows(ROWS, capacity), dict[int, int]()
     for step, (index, gone, all_rows) in enumerate(steps):
-        wanted = torch.arange(ROWS) if all_rows and capacity == ROWS else torch.tensor(index[:capacity])
+        is_whole = all_rows and capacity == ROWS
+        wanted = torch.arange(ROWS) if is_whole else torch.tensor(index[:capacity])
         names, before = rows.names[wanted].tolist(), rows.kept
         for block in range(2):
             expected = rows.project(wanted)[block]
             rows.asked.clear()
-            if len(wanted) == ROWS:
+            if is_whole:
                 found = rows.cache.whole(block, 3, rows.project)
             else:
                 found = rows.cache.rows(block, wanted, rows.project)
