@@ -936,8 +936,8 @@ class MemoryBank(Contents):
         encoded = self._encoded(phi, summarise)
         names = dict.fromkeys(document.id for document in documents)
         with self.changing() as link:
-            replaced = self._entries_of(link, list(names))
-            removed = self._delete(link, replaced)
+            held = link.rows_in("SELECT key FROM document WHERE id IN ({})", list(names))
+            removed = self._delete(link, sorted({key >> PART_BITS for (key,) in held}))
             self._insert(link, encoded, entries)
         return tuple(name for name in removed if name not in names)
 
@@ -957,16 +957,15 @@ class MemoryBank(Contents):
         members = described_members(documents, lambda name: self[name].members)
         if not members:
             return
-        sequences = sorted({self._found(name) >> PART_BITS for name in members})
         with self.changing() as link:
-            held = link.rows_in("SELECT key, rows, id FROM document WHERE id IN ({})", list(members))
+            held = list(link.rows_in("SELECT key, rows, id FROM document WHERE id IN ({})", list(members)))
             described = [_document_row(key, rows, members[name]) for key, rows, name in held]
             link.write(
                 "UPDATE document SET (id, content_hash, metadata, added, crc, rows, hash, moment, supersedes, "
                 "index_crc) = (?, ?, ?, ?, ?, ?, ?, ?, ?, ?) WHERE key = ?",
                 [(*row, key) for key, *row in described],
             )
-            self._change(sequences)
+            self._change(key >> PART_BITS for key, *_ in held)
 
     def merge(self, document_ids: Iterable[str], phi: Tensor) -> None:
         """Replaces the entries of these documents by one entry that stands for all of their documents.
@@ -1149,18 +1148,11 @@ class MemoryBank(Contents):
         if link.in_transaction:
             return
         link.write("BEGIN IMMEDIATE")
-        settings, writer = self._committed.settings, self._committed.writer
-        [(latest,)] = link.rows("SELECT version FROM setting")
-        if latest != settings.version or writer_at(link, settings.version) != writer:
+        if not has_commit(link, self._committed.settings.version, self._committed.writer, latest=True):
             link.end()
             raise BankError(
                 f"{self.path} was changed by another process meanwhile; open it again and repeat the change"
             )
-
-    def _entries_of(self, link: Connection, names: Sequence[str]) -> list[int]:
-        """Sequence numbers of the entries of documents, ascending; none for those that the bank does not hold."""
-        found = link.rows_in("SELECT key FROM document WHERE id IN ({})", names)
-        return sorted({key >> PART_BITS for (key,) in found})
 
     def _delete(self, link: Connection, sequences: Sequence[int]) -> tuple[str, ...]:
         """Deletes entries; returns the ids of all their documents."""
@@ -1182,9 +1174,10 @@ class MemoryBank(Contents):
 
     def _change(self, sequences: Iterable[int]) -> None:
         """Notes that entries were deleted or described anew."""
+        numbers = set(sequences)
         self._is_stale = True
-        self._changed.update(sequences)
-        self._touched.update(sequences)
+        self._changed |= numbers
+        self._touched |= numbers
 
     def _insert(self, link: Connection, rows: Rows, entries: Sequence[NewEntry]) -> None:
         """Writes entries with their rows."""
