@@ -323,7 +323,7 @@ def test_a_change_of_bank_and_index_is_one_commit(tiny_model: MACModel, tmp_path
 
 
 def commits(bank: MemoryBank) -> int:
-    [(version,)] = bank.connection.rows("SELECT value FROM setting WHERE name = 'version'")
+    [(version,)] = bank.connection.rows("SELECT version FROM setting")
     return int(version)
 
 

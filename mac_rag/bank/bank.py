@@ -15,7 +15,7 @@ import weakref
 import zlib
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence, Set
 from contextlib import contextmanager, suppress
-from functools import partial
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple, TypeAlias
 
@@ -29,18 +29,17 @@ from torch import Tensor
 
 from mac_rag.bank.database import (
     PART_BITS,
-    PUT_SETTING,
+    PUT_SETTINGS,
     SEQUENCES,
     Connection,
     Database,
     Pin,
+    SettingsRow,
     exists,
     local_path,
-    read_settings,
-    setting_rows,
 )
-from mac_rag.bank.directory import ALL_KEYS, Directory, index_crc, span
-from mac_rag.bank.entries import BankEntry, Entry, NewEntry, Texts, described_members, new_entries
+from mac_rag.bank.directory import Directory, followed, index_crc, span
+from mac_rag.bank.entries import Entry, NewEntry, Texts, described_members, new_entries
 from mac_rag.bank.interface import BankContents, Intent
 from mac_rag.bank.keys_file import KeysFile, read_keys_file, remove_keys_file, write_keys_file
 from mac_rag.bank.known_documents import KnownDocuments
@@ -65,7 +64,6 @@ _BLOBS = 1 << 20  # bytes of rows that are read in one query, if there are sever
 # From this many rows on, the keys of a bank are kept in a file of their own. In the bank, they lie between the codes.
 _MANY_ROWS = 2_000
 _MOST_CODES = 1 << 29  # bytes of the codes of a row; SQLite takes twice as many
-_SOME_WORDS = "SELECT key, words FROM bm25_document WHERE key > ? ORDER BY key LIMIT ?"
 # A document of the index whose text only the bank holds gets it back before the bank deletes it.
 _TAKE_TEXT = (
     "UPDATE bm25_document SET text = (SELECT text.text FROM document JOIN text ON text.document = document.key "
@@ -116,16 +114,25 @@ class Settings(BaseModel):
             DamageError: when they are not what was written.
         """
         try:
-            return cls.model_validate(read_settings(connection))
+            [(version, data, crc)] = connection.rows("SELECT version, data, crc FROM setting")
+            if _crc(str(version), data) != crc:
+                raise ValueError("the checksum of its settings differs")
+            settings = cls.model_validate(json.loads(data))
+            if settings.version != version:
+                raise ValueError("its settings are those of another commit")
+            return settings
         except ValidationError as error:
             fault = error.errors()[0]
             place = ".".join(map(str, fault["loc"]))
             raise DamageError(f"{connection.path} is damaged: {place}: {fault['msg']}") from error
+        except (ValueError, TypeError, RecursionError) as error:
+            raise DamageError(f"{connection.path} is damaged: {error}; restore it from a backup") from error
 
     @property
-    def by_name(self) -> list[tuple[str, Any]]:
-        """All settings by name, as JSON has them."""
-        return list(self.model_dump(mode="json").items())
+    def row(self) -> SettingsRow:
+        """As they are written."""
+        data = json.dumps(self.model_dump(mode="json"))
+        return self.version, data, _crc(str(self.version), data)
 
 
 class State(NamedTuple):
@@ -144,6 +151,59 @@ class State(NamedTuple):
     quantizer: ProductQuantizer | None
     writer: str
     keys: KeysFile | None = None
+
+
+@dataclass(frozen=True)
+class BankEntry(Entry):
+    """An entry of a bank in one file.
+
+    Attributes:
+        bank: the bank, or a snapshot of it.
+
+    Examples:
+        >>> import torch
+        >>> from mac_rag import Document, MemoryBank
+        >>> bank = MemoryBank("fingerprint of the model")
+        >>> documents = [Document("may", "The bridge opened.", {"year": 2004}), Document("june", "The bridge closed.")]
+        >>> forgotten = bank.put(documents, torch.zeros(2, 4, 8))
+        >>> bank["may"].metadata["year"], bank["may"].phi.shape
+        (2004, torch.Size([1, 4, 8]))
+        >>> bank.merge(["may", "june"], torch.zeros(1, 4, 8))
+        >>> [member.document_id for member in bank["june"].members]
+        ['may', 'june']
+    """
+
+    bank: Contents = field(repr=False, compare=False)
+
+    @property
+    def row_keys(self) -> range:
+        """Keys of its rows; see `Contents.row_keys`."""
+        return range(self.sequence << PART_BITS, (self.sequence << PART_BITS) + self.rows)
+
+    @property
+    def phi(self) -> Tensor:
+        """Memory tokens `[rows, T, D]` of the entry, read at each access.
+
+        Raises:
+            BankError: when the entry was deleted since, or in a bank of codes.
+            DamageError: when they are not what was written.
+        """
+        return self.bank.phi_of(self.row_keys)
+
+    @property
+    def codes(self) -> list[Tensor]:
+        """The codes of each row, uint8 `[n, B]`, in a bank of codes; read, and errors, as `phi`."""
+        return self.bank.codes(self.row_keys)
+
+    @property
+    def memory(self) -> NewRows:
+        """What `MemoryBank.put` takes: `codes` in a bank of codes, otherwise `phi`."""
+        return self.codes if self.bank.layout.token_bytes else self.phi
+
+    @property
+    def texts(self) -> Texts:
+        """The kept text of each member; None where the bank keeps none; read, and errors, as `phi`."""
+        return self.bank.texts_of(self.sequence, len(self.members))
 
 
 class Contents:
@@ -251,7 +311,7 @@ class Contents:
             members = self._members(some[0], some[-1])
             for sequence, count in zip(some, rows[first : first + _PAGE]):
                 if sequence in members:  # otherwise it was deleted since the loop began
-                    yield self._made(sequence, count, members[sequence])
+                    yield BankEntry(members[sequence], sequence, count, self)
 
     def entry(self, sequence: int) -> BankEntry:
         """An entry by its sequence number.
@@ -264,19 +324,12 @@ class Contents:
         members = self._members(sequence, sequence).get(sequence)
         if members is None or place == len(self.directory.sequences):
             raise BankError(f"{self.path or 'this bank'} holds no entry {sequence:,}")
-        return self._made(sequence, int(self.directory.rows[place]), members)
-
-    def _made(self, sequence: int, rows: int, members: tuple[Member, ...]) -> BankEntry:
-        first = sequence << PART_BITS
-        keys, documents = range(first, first + rows), range(first, first + len(members))
-        holds_codes = self.layout.token_bytes > 0
-        reads = partial(self._phi, keys), partial(self.codes, keys), partial(self._texts, documents)
-        return BankEntry(members, sequence, rows, holds_codes, *reads)
+        return BankEntry(members, sequence, int(self.directory.rows[place]), self)
 
     def _members(self, first: int, last: int) -> dict[int, tuple[Member, ...]]:
         """The documents of consecutive entries, by sequence number."""
         found: dict[int, list[Member]] = {}
-        fields = "key, id, content_hash, metadata, added, crc"
+        fields = "key, id, lower(hex(content_hash)), metadata, added, crc"
         for key, *member, crc in self.connection.rows(
             f"SELECT {fields} FROM document WHERE key >= ? AND key <= ? ORDER BY key", (span(first)[0], span(last)[1])
         ):
@@ -295,21 +348,21 @@ class Contents:
             found.setdefault(key >> PART_BITS, []).append(known)
         return {sequence: tuple(members) for sequence, members in found.items()}
 
-    def _texts(self, keys: range) -> Texts:
-        """The texts of consecutive documents; None where none is kept.
+    def texts_of(self, sequence: int, count: int) -> Texts:
+        """The texts of the documents of an entry, by its sequence number and their number; None where none is kept.
 
         Raises:
             BankError: when they were deleted since.
             DamageError: when they are not what was written.
         """
         if not self.keep_texts:
-            return (None,) * len(keys)
+            return (None,) * count
         found = self.connection.rows(
-            "SELECT id, metadata, content_hash, text FROM document LEFT JOIN text ON document = key "
-            "WHERE key >= ? AND key < ? ORDER BY key",
-            (keys.start, keys.stop),
+            "SELECT id, metadata, lower(hex(content_hash)), text FROM document LEFT JOIN text ON document = key "
+            "WHERE key >= ? AND key <= ? ORDER BY key",
+            span(sequence),
         )
-        if len(found) != len(keys):
+        if len(found) != count:
             raise BankError(f"the document was deleted from {self.path or 'this bank'} since")
         texts = []
         for name, metadata, content_hash, text in found:
@@ -402,9 +455,9 @@ class Contents:
             raise BankError("the memory bank is empty; adapt to some documents first")
         if len(index) and not 0 <= int(index.min()) <= int(index.max()) < rows:
             raise IndexError(f"rows {int(index.min())} to {int(index.max())} of a bank with {rows} rows")
-        return self._phi(self.row_keys[index].tolist())
+        return self.phi_of(self.row_keys[index].tolist())
 
-    def _phi(self, keys: Sequence[int]) -> Tensor:
+    def phi_of(self, keys: Sequence[int]) -> Tensor:
         """Memory tokens `[n, T, D]` of rows by their keys.
 
         Raises:
@@ -488,7 +541,7 @@ class Contents:
             raise self._damaged(key, f"{tokens:,} tokens of {self.layout.token_bytes:,} bytes in {size:,} bytes")
 
     def _kept(self, keys: Sequence[int]) -> list[tuple[int, bytes, bytes, bytes]]:
-        """Number of tokens, places, weights and codes of rows, if their checksums are right; errors as `_phi`."""
+        """Number of tokens, places, weights and codes of rows, if their checksums are right; errors as `phi_of`."""
         kept = []
         for key, (crc, *row) in zip(keys, self._of_rows("crc, tokens, places, weights, codes", keys), strict=True):
             tokens, places, weights, codes = row
@@ -532,8 +585,7 @@ class Contents:
         """
         keys = self._now.keys
         if keys is not None and first < len(self.row_keys):
-            known = torch.isin(self.row_keys, keys.directory.row_keys, assume_unique=True)
-            prefix = int(known.long().cumprod(0).sum())
+            prefix, _ = followed(keys.directory.row_keys, self.row_keys)
             if first < prefix:
                 yield keys.summaries_of(self.row_keys[first:prefix])
                 first = prefix
@@ -645,7 +697,7 @@ class MemoryBank(Contents):
         settings = Settings(fingerprint=fingerprint, keep_texts=keep_texts, layout=RowLayout(dtype=rows))
         self._uncreated: Path | None = None  # file in which the first commit creates the bank
         self._initial = settings
-        self._begin(Database.temporary(settings.by_name))
+        self._begin(Database.temporary(settings.row))
 
     def _begin(self, database: Database) -> None:
         """Takes over a bank's file at its last commit."""
@@ -655,8 +707,8 @@ class MemoryBank(Contents):
         self._name = secrets.token_hex(8)  # of this writer
         self._has_written = False  # its name is in the file
         self._is_unclean = False  # something that was deleted is in the log
-        self._added: list[Entry] = []
-        self._removed: set[int] = set()
+        self._is_stale = False  # the directory has yet to be brought up to date
+        self._changed: set[int] = set()  # entries of the directory that were deleted or described anew since
         self._unused = 0  # numbers below were those of entries that a rollback has taken back
         self._touched: set[int] = set()  # entries that were deleted or described anew since the last commit
         self._latest: weakref.ref[Pin] | None = None
@@ -688,7 +740,7 @@ class MemoryBank(Contents):
             BankError: when there is a file of this name.
         """
         settings = Settings(fingerprint=fingerprint, keep_texts=keep_texts, layout=RowLayout(dtype=rows))
-        return cls._of(Database.create(local_path(path), settings=settings.by_name))
+        return cls._of(Database.create(local_path(path), settings.row))
 
     @classmethod
     def create_on_commit(
@@ -747,14 +799,10 @@ class MemoryBank(Contents):
 
     @property
     def _now(self) -> State:
-        if self._added or self._removed:
-            directory = self._state.directory
-            added = [record for record in self._added if record.sequence not in self._removed]
-            directory = directory.without(self._removed)
-            if added:
-                directory = directory.joined(Directory.of(added))
-            self._state = self._state._replace(directory=directory, keys=None if self._removed else self._state.keys)
-            self._added, self._removed = [], set()
+        if self._is_stale:
+            directory = self._state.directory.updated(self.connection, self._changed)
+            self._state = self._state._replace(directory=directory, keys=None if self._changed else self._state.keys)
+            self._is_stale, self._changed = False, set()
         return self._state
 
     @property
@@ -888,8 +936,8 @@ class MemoryBank(Contents):
         encoded = self._encoded(phi, summarise)
         names = dict.fromkeys(document.id for document in documents)
         with self.changing() as link:
-            replaced = self._entries_of(link, list(names))
-            removed = self._delete(link, replaced)
+            held = link.rows_in("SELECT key FROM document WHERE id IN ({})", list(names))
+            removed = self._delete(link, sorted({key >> PART_BITS for (key,) in held}))
             self._insert(link, encoded, entries)
         return tuple(name for name in removed if name not in names)
 
@@ -909,21 +957,15 @@ class MemoryBank(Contents):
         members = described_members(documents, lambda name: self[name].members)
         if not members:
             return
-        sequences = sorted({self._found(name) >> PART_BITS for name in members})
         with self.changing() as link:
-            held = link.rows_in("SELECT key, rows, id FROM document WHERE id IN ({})", list(members))
+            held = list(link.rows_in("SELECT key, rows, id FROM document WHERE id IN ({})", list(members)))
             described = [_document_row(key, rows, members[name]) for key, rows, name in held]
             link.write(
                 "UPDATE document SET (id, content_hash, metadata, added, crc, rows, hash, moment, supersedes, "
                 "index_crc) = (?, ?, ?, ?, ?, ?, ?, ?, ?, ?) WHERE key = ?",
                 [(*row, key) for key, *row in described],
             )
-        self._touched.update(sequences)
-        self._removed.update(sequences)
-        state = self._now
-        entries = Directory.read(self.connection, map(span, sequences))
-        self._state = state._replace(directory=state.directory.joined(entries))
-        self.version += 1
+            self._change(key >> PART_BITS for key, *_ in held)
 
     def merge(self, document_ids: Iterable[str], phi: Tensor) -> None:
         """Replaces the entries of these documents by one entry that stands for all of their documents.
@@ -969,23 +1011,10 @@ class MemoryBank(Contents):
         self._check_writable()
         sequence = self._found(document_id) >> PART_BITS
         with self.changing() as link:
-            if from_index:
-                self._delete_indexed(link, document_id)
+            if from_index and link.rows("SELECT 1 FROM bm25_document WHERE id = ?", (document_id,)):
+                link.write("DELETE FROM bm25_document WHERE id = ?", [(document_id,)])
+                self.index_version += 1
             return self._delete(link, [sequence])
-
-    def _delete_indexed(self, link: Connection, document_id: str) -> None:
-        """Deletes a document from the index in the bank, and the words that no other document has."""
-        found = link.rows("SELECT words FROM bm25_document WHERE id = ?", (document_id,))
-        if not found:
-            return
-        link.write("DELETE FROM bm25_document WHERE id = ?", [(document_id,)])
-        unused = np.unique(np.frombuffer(found[0][0], "<i4"))
-        last = -1
-        while len(unused) and (others := link.rows(_SOME_WORDS, (last, _PAGE))):
-            unused = np.setdiff1d(unused, np.frombuffer(b"".join(words for _, words in others), "<i4"))
-            last = others[-1][0]
-        link.write("DELETE FROM bm25_word WHERE number = ?", [(number,) for number in unused.tolist()])
-        self.index_version += 1
 
     def _encoded(self, phi: NewRows, summarise: Summarise | None = None) -> Rows:
         """Memory tokens as the bank keeps them; codes as they are."""
@@ -1097,14 +1126,14 @@ class MemoryBank(Contents):
         self._is_unclean |= erases
         link = self._database.writer
         assert link is not None
-        before = list(self._added), set(self._removed), set(self._touched), self._state
+        before = self._is_stale, set(self._changed), set(self._touched), self._state
         self._begin_transaction(link)
         link.write("SAVEPOINT step")
         try:
             yield link
             link.write("RELEASE step")
         except BaseException:
-            self._added, self._removed, self._touched, self._state = before
+            self._is_stale, self._changed, self._touched, self._state = before
             try:
                 link.write("ROLLBACK TO step")
                 link.write("RELEASE step")
@@ -1119,18 +1148,11 @@ class MemoryBank(Contents):
         if link.in_transaction:
             return
         link.write("BEGIN IMMEDIATE")
-        settings, writer = self._committed.settings, self._committed.writer
-        [(latest,)] = link.rows("SELECT value FROM setting WHERE name = 'version'")
-        if latest != str(settings.version) or writer_at(link, settings.version) != writer:
+        if not has_commit(link, self._committed.settings.version, self._committed.writer, latest=True):
             link.end()
             raise BankError(
                 f"{self.path} was changed by another process meanwhile; open it again and repeat the change"
             )
-
-    def _entries_of(self, link: Connection, names: Sequence[str]) -> list[int]:
-        """Sequence numbers of the entries of documents, ascending; none for those that the bank does not hold."""
-        found = link.rows_in("SELECT key FROM document WHERE id IN ({})", names)
-        return sorted({key >> PART_BITS for (key,) in found})
 
     def _delete(self, link: Connection, sequences: Sequence[int]) -> tuple[str, ...]:
         """Deletes entries; returns the ids of all their documents."""
@@ -1144,12 +1166,18 @@ class MemoryBank(Contents):
         deleted = sum(link.rows(statement, keys)[0][0] for keys in spans)
         for table in ("document", "row"):
             link.write(f"DELETE FROM {table} WHERE key >= ? AND key <= ?", spans)
-        self._removed.update(sequences)
-        self._touched.update(sequences)
+        self._change(sequences)
         settings = self._state.settings
         left = settings.documents - len(names)
         self._set(documents=left, bytes=max(0, settings.bytes - deleted), shape=settings.shape if left else None)
         return tuple(names)
+
+    def _change(self, sequences: Iterable[int]) -> None:
+        """Notes that entries were deleted or described anew."""
+        numbers = set(sequences)
+        self._is_stale = True
+        self._changed |= numbers
+        self._touched |= numbers
 
     def _insert(self, link: Connection, rows: Rows, entries: Sequence[NewEntry]) -> None:
         """Writes entries with their rows."""
@@ -1158,11 +1186,10 @@ class MemoryBank(Contents):
             self._set(layout=RowLayout(token_bytes=shape[1]))
         settings = self._state.settings
         first = max(settings.next_sequence, self._unused)
-        records = [Entry(entry.members, number, entry.rows) for number, entry in enumerate(entries, first)]
         keyed = [
-            (record.sequence << PART_BITS | number, record.rows, member, text)
-            for record, entry in zip(records, entries)
-            for number, (member, text) in enumerate(zip(record.members, entry.texts))
+            (sequence << PART_BITS | number, entry.rows, member, text)
+            for sequence, entry in enumerate(entries, first)
+            for number, (member, text) in enumerate(zip(entry.members, entry.texts))
         ]
         link.write(
             "INSERT INTO document VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
@@ -1175,16 +1202,20 @@ class MemoryBank(Contents):
                 "UPDATE bm25_document SET text = NULL WHERE id = ? AND text = ?",
                 [(member.document_id, text) for _, _, member, text in keyed],
             )
-        keys = [record.sequence << PART_BITS | number for record in records for number in range(record.rows)]
+        keys = [
+            sequence << PART_BITS | number
+            for sequence, entry in enumerate(entries, first)
+            for number in range(entry.rows)
+        ]
         packed = self.layout.pack(rows)
         crcs = [(row_crc(row.codes, row.places, row.weights), row_crc(*row[1:4])) for row in packed]
         link.write(
             "INSERT INTO row VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
             ((key, row.tokens, *both, *row[1:]) for key, row, both in zip(keys, packed, crcs, strict=True)),
         )
-        self._added += records
+        self._is_stale = True
         self._set(
-            next_sequence=first + len(records),
+            next_sequence=first + len(entries),
             documents=settings.documents + len(keyed),
             bytes=settings.bytes + sum(len(blob) for row in packed for blob in row[1:]),
             shape=shape,
@@ -1213,10 +1244,11 @@ class MemoryBank(Contents):
         with self._settled:
             try:
                 self._begin_transaction(link)
-                link.write(PUT_SETTING, setting_rows(settings.by_name))
+                link.write(PUT_SETTINGS, [settings.row])
                 if not self._has_written:
                     link.write("INSERT INTO writer VALUES (?, ?)", [(settings.version, self._name)])
                 link.write("INSERT INTO change VALUES (?, ?)", [(settings.version, one) for one in self._touched])
+                _ = self._now  # which reads the file, and that may fail
                 link.write("COMMIT")
                 self._settle(settings)
             except BaseException:
@@ -1261,7 +1293,7 @@ class MemoryBank(Contents):
         if self._database is None or self._database.writer is None:
             return
         if self._uncreated is not None and self._committed.settings.version:  # its file could not be made
-            self._replace(Database.temporary(self._initial.by_name))
+            self._replace(Database.temporary(self._initial.row))
             self.index_version += 1
             return
         with self._settled:
@@ -1272,7 +1304,7 @@ class MemoryBank(Contents):
                 return
             if self.version != self._committed_version or self._state is not self._committed:
                 self._unused = max(self._unused, self._state.settings.next_sequence)
-                self._added, self._removed, self._touched = [], set(), set()
+                self._is_stale, self._changed, self._touched = False, set(), set()
                 self._state = self._committed
                 self.version += 1
                 self.index_version += 1
@@ -1411,33 +1443,20 @@ def _read_state(link: Connection, former: State | None) -> State:
     writer = writer_at(link, settings.version)
     if former is not None and (settings.version, writer) == (former.settings.version, former.writer):
         return former._replace(settings=settings)
-    quantizer = _read_quantizer(link, settings)
-    keys = None
-    if (
-        former is not None
-        and former.settings.version >= settings.changes_since
-        and has_commit(link, former.settings.version, former.writer)
-    ):
-        base, known = former.directory, former.settings
-        keys = former.keys
+
+    def is_known(version: int, name: str) -> bool:
+        return version >= settings.changes_since and has_commit(link, version, name)
+
+    if former is not None and is_known(former.settings.version, former.writer):
+        version, directory, keys = former.settings.version, former.directory, former.keys
     else:
         keys = read_keys_file(link.path)
-        if keys is not None and (
-            keys.version < settings.changes_since or not has_commit(link, keys.version, keys.writer)
-        ):
+        if keys is not None and not is_known(keys.version, keys.writer):
             keys = None
-        if keys is None:
-            return State(settings, _checked_directory(link, Directory.read(link), settings), quantizer, writer)
-        base = keys.directory
-        last = int(base.sequences[-1]) + 1 if len(base.sequences) else 0
-        known = settings.model_copy(update={"version": keys.version, "next_sequence": last})
-    changed = [one for (one,) in link.rows("SELECT DISTINCT entry FROM change WHERE version > ?", (known.version,))]
-    base = base.without(changed)
-    if changed:
-        keys = None
-        base = base.joined(Directory.read(link, [span(one) for one in changed if one < known.next_sequence]))
-    base = base.joined(Directory.read(link, [(span(known.next_sequence)[0], ALL_KEYS[1])]))
-    return State(settings, _checked_directory(link, base, settings), quantizer, writer, keys)
+        version, directory = (settings.version, Directory.of([])) if keys is None else (keys.version, keys.directory)
+    changed = {one for (one,) in link.rows("SELECT DISTINCT entry FROM change WHERE version > ?", (version,))}
+    directory = _checked_directory(link, directory.updated(link, changed), settings)
+    return State(settings, directory, _read_quantizer(link, settings), writer, None if changed else keys)
 
 
 def _checked_directory(link: Connection, directory: Directory, settings: Settings) -> Directory:
@@ -1498,8 +1517,8 @@ def has_commit(link: Connection, version: int, writer: str, *, latest: bool = Fa
         version, writer: the commit.
         latest: True to ask for the one that it sees.
     """
-    [(last,)] = link.rows("SELECT value FROM setting WHERE name = 'version'")
-    return (version == int(last) if latest else version <= int(last)) and writer_at(link, version) == writer
+    [(last,)] = link.rows("SELECT version FROM setting")
+    return (version == last if latest else version <= last) and writer_at(link, version) == writer
 
 
 def _document_row(key: int, rows: int, member: Member) -> tuple[Any, ...]:
@@ -1508,7 +1527,8 @@ def _document_row(key: int, rows: int, member: Member) -> tuple[Any, ...]:
     hashes = b"".join(id_hash(name).to_bytes(8, "little", signed=True) for name in member.supersedes)
     fields = (member.document_id, member.content_hash, metadata, member.added)
     index = (rows, id_hash(member.document_id), member.moment)
-    return (key, *fields, _crc(*fields), *index, hashes, index_crc(key, *index, data=hashes))
+    kept = member.document_id, bytes.fromhex(member.content_hash), metadata, member.added
+    return (key, *kept, _crc(*fields), *index, hashes, index_crc(key, *index, data=hashes))
 
 
 def _crc(*fields: str) -> int:

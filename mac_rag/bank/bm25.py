@@ -1,9 +1,8 @@
 """A BM25 index in the file of a memory bank: documents, memory tokens and words change in one commit.
 
-The index is in the tables `bm25`, `bm25_document` and `bm25_word`. A document gets a new number (its key) whenever it
-is added, and a word whenever it comes into the file. A number that was committed is never used again, so what has
-changed between two commits shows in the numbers alone. Documents of the index need not be those of the bank: a bounded
-bank forgets documents that the index keeps.
+The index is in the tables `bm25` and `bm25_document`. A document gets a new number (its key) whenever it is added. A
+number that was committed is never used again, so what has changed between two commits shows in the numbers alone.
+Documents of the index need not be those of the bank: a bounded bank forgets documents that the index keeps.
 """
 
 from __future__ import annotations
@@ -11,20 +10,19 @@ from __future__ import annotations
 import json
 import zlib
 from array import array
-from collections.abc import Collection, Container, Iterable, Iterator, Sequence
+from collections.abc import Collection, Container, Iterator, Sequence
 from pathlib import Path
 from secrets import token_hex
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from mac_rag.bank.bank import Contents, MemoryBank
 from mac_rag.bank.database import MOST_VALUES, Connection
 from mac_rag.data.types import Document
 from mac_rag.errors import ConfigError, DamageError
 from mac_rag.retrieval.base import DocumentRows, Hit, check_documents
-from mac_rag.retrieval.bm25 import ANALYSIS, BM25Retriever, Postings, Terms, Tokenizer
+from mac_rag.retrieval.bm25 import ANALYSIS, BM25Retriever, Postings, Tokenizer
 from mac_rag.untrusted_files import METADATA_DEPTH, parse_json
 
 _READ = (
@@ -83,9 +81,6 @@ class BankBM25Retriever(BM25Retriever):
             tokenizer = kept.tokenizer
         super().__init__(tokenizer=tokenizer)
         self._keys = array("q")  # by row: the key of its document
-        self._numbers = array("q")  # by term id: the number of its word; -1 for one that is not in the file
-        self._term_of: dict[int, int] = {}  # number of a word -> term id
-        self._next_word = 0
         self._seen: int | None = None  # `bank.index_version` when memory and file agreed
         self._kept: tuple[int, _Settings | None] | None = None  # `bank.history` and the settings then
         self._follow()
@@ -162,12 +157,11 @@ class BankBM25Retriever(BM25Retriever):
 
     def _begin(self, link: Connection, kept: _Settings | None) -> None:
         """Makes an empty index, in place of one whose words were made otherwise."""
-        for table in ("bm25_document", "bm25_word"):
-            link.write(f"DELETE FROM {table}")
+        link.write("DELETE FROM bm25_document")
         lineage = token_hex(8) if kept is None else kept.lineage
         settings = _Settings(self.tokenizer, ANALYSIS, lineage)
         link.write(
-            "INSERT INTO bm25 VALUES (1, ?1, ?2, 0, 0) ON CONFLICT (number) DO UPDATE SET settings = ?1",
+            "INSERT INTO bm25 VALUES (1, ?1, ?2, 0) ON CONFLICT (number) DO UPDATE SET settings = ?1",
             [(settings.written, lineage)],
         )
         with self._lock:
@@ -177,41 +171,21 @@ class BankBM25Retriever(BM25Retriever):
     def _change_both(
         self, link: Connection, removed: Collection[str], documents: Sequence[Document], indexed: list[list[str]]
     ) -> None:
-        [(key, number)] = link.rows("SELECT next_document, next_word FROM bm25")
-        most = 1 << 30  # a word's number has 32 bits, a key 64
-        if not (0 <= number < most and 0 <= key < most**2):
-            raise _damage(link, "its next numbers are out of range")
-        before = _distinct([self._terms[self._rows.row_of(name)] for name in removed])
+        [(first,)] = link.rows("SELECT next_document FROM bm25")
+        if not 0 <= first < 1 << 62:
+            raise _damage(link, "its next number is out of range")
+        keys = range(first, first + len(documents))
+        rows = []
+        for key, document, words in zip(keys, documents, indexed, strict=True):
+            fields = document.id, json.dumps(document.metadata), document.text, _written(words)
+            rows.append((key, *fields, _crc(*fields)))
+        link.write("DELETE FROM bm25_document WHERE id = ?", [(name,) for name in removed])
+        link.write(_ADD, rows)
+        link.write("UPDATE bm25 SET next_document = ?", [(keys.stop,)])
         for name in removed:
             self._remove(name)
-        terms = [self._ids(words) for words in indexed]
-        self._numbers.extend([-1] * (len(self._vocabulary) - len(self._numbers)))
-        after = _distinct(terms)
-        # In the file are the words that a document has.
-        unused = [term for term in before - after if not self._scorer.holding(term)]
-        new = [term for term in sorted(after - before) if not self._scorer.holding(term)]
-        for place, term in enumerate(new, number):
-            self._term_of.pop(self._numbers[term], None)
-            self._numbers[term] = place
-            self._term_of[place] = term
-        self._next_word = number + len(new)
-        word_of = {self._vocabulary[word]: word for words in indexed for word in words}
-        link.write("DELETE FROM bm25_document WHERE id = ?", [(name,) for name in removed])
-        link.write("DELETE FROM bm25_word WHERE number = ?", [(self._numbers[term],) for term in unused])
-        link.write(
-            "INSERT INTO bm25_word VALUES (?, ?, ?)",
-            [(self._numbers[term], word_of[term], zlib.crc32(word_of[term].encode())) for term in new],
-        )
-        numbers = np.frombuffer(self._numbers.tobytes(), np.int64)
-        rows = []
-        for place, (document, own) in enumerate(zip(documents, terms, strict=True), key):
-            words, metadata = numbers[own].astype("<i4").tobytes(), json.dumps(document.metadata)
-            crc = _crc(document.id, metadata, document.text, words)
-            rows.append((place, document.id, metadata, document.text, words, crc))
-        link.write(_ADD, rows)
-        link.write("UPDATE bm25 SET next_document = ?, next_word = ?", [(key + len(rows), self._next_word)])
-        self._append_terms(documents, terms)
-        self._keys.extend(range(key, key + len(rows)))
+        self._append(documents, indexed)
+        self._keys.extend(keys)
         if self._rows.sparse:
             self._compact()
 
@@ -242,16 +216,11 @@ class BankBM25Retriever(BM25Retriever):
             self._kept = (contents.history, settings)
         if settings is None:
             return
-        [(next_word,)] = link.rows("SELECT next_word FROM bm25")
         keys = np.array([key for (key,) in link.rows("SELECT key FROM bm25_document ORDER BY key")], dtype=np.int64)
         mine = np.frombuffer(self._keys.tobytes(), np.int64)[self._rows.live()]
         for document, is_held in zip(list(self._rows), np.isin(mine, keys).tolist(), strict=True):
             if not is_held:
                 self._remove(document.id)
-        if next_word < self._next_word:  # words that were never committed, whose numbers will be those of others
-            for number in [number for number in self._term_of if number >= next_word]:
-                self._numbers[self._term_of.pop(number)] = -1
-        self._next_word = next_word
         missing = np.setdiff1d(keys, mine).tolist()
         for first in range(0, len(missing), MOST_VALUES):
             self._read(link, missing[first : first + MOST_VALUES], settings.is_current)
@@ -263,44 +232,19 @@ class BankBM25Retriever(BM25Retriever):
         found = [_Row(*row) for row in link.rows_in(_READ, keys)]
         if [row.key for row in found] != keys:
             raise _damage(link, "documents are missing")
-        documents = [row.document(link) for row in found]
-        if is_current:
-            terms = self._terms_of(link, [row.numbers for row in found])
-        else:  # other words may now be made of the same text
-            terms = [self._ids(words) for words in self._index(documents)]
-            self._numbers.extend([-1] * (len(self._vocabulary) - len(self._numbers)))
-        self._append_terms(documents, terms)
+        read = [row.read(link) for row in found]
+        documents = [document for document, _ in read]
+        # Other words may now be made of the same text.
+        self._append(documents, [words for _, words in read] if is_current else self._index(documents))
         self._keys.extend(keys)
-
-    def _terms_of(self, link: Connection, documents: list[NDArray[np.int64]]) -> list[Terms]:
-        """The terms of documents, from the numbers of their words."""
-        numbers, places = np.unique(np.concatenate(documents), return_inverse=True)
-        unknown = [number for number in numbers.tolist() if number not in self._term_of]
-        for number, word, crc in link.rows_in("SELECT number, word, crc FROM bm25_word WHERE number IN ({})", unknown):
-            if not isinstance(word, str) or zlib.crc32(word.encode()) != crc:
-                raise _damage(link, f"word {number}: its checksum differs")
-            term = self._vocabulary.setdefault(word, len(self._vocabulary))
-            if term == len(self._numbers):
-                self._numbers.append(-1)
-            self._term_of.pop(self._numbers[term], None)
-            self._numbers[term] = number
-            self._term_of[number] = term
-        try:
-            terms = np.array([self._term_of[number] for number in numbers.tolist()], dtype=np.int32)[places]
-        except KeyError as error:
-            raise _damage(link, f"word {error} is missing") from None
-        return np.split(terms, np.cumsum([len(numbers) for numbers in documents])[:-1])
 
     def _empty(self) -> None:
         self._rows, self._terms, self._scorer, self._vocabulary = DocumentRows(), [], Postings(), {}
-        self._keys, self._numbers, self._term_of, self._next_word = array("q"), array("q"), {}, 0
+        self._keys = array("q")
 
     def _compact(self) -> None:
         self._keys = array("q", [key for key, live in zip(self._keys, self._rows.live().tolist()) if live])
-        numbers = dict(zip(self._vocabulary, self._numbers))
         super()._compact()
-        self._numbers = array("q", [numbers[word] for word in self._vocabulary])
-        self._term_of = {number: term for term, number in enumerate(self._numbers) if number >= 0}
 
     def _sort(self) -> None:
         """Puts the rows into the order of their keys, after a deletion was taken back."""
@@ -329,27 +273,14 @@ def index_faults(contents: Contents) -> Iterator[str]:
     """
     link = contents.connection
     settings = _read_settings(link)
-    known: set[int] = set()
-    for number, word, crc in link.rows("SELECT number, word, crc FROM bm25_word"):
-        known.add(number)
-        if zlib.crc32(word.encode()) != crc:
-            yield f"word {number} of the index"
     keys = [key for (key,) in link.rows("SELECT key FROM bm25_document ORDER BY key")]
-    if settings is None and (keys or known):
+    if settings is None and keys:
         yield "the index has no settings"
-    used: set[int] = set()
-    for row in (_Row(*found) for found in link.rows_in(_READ, keys)):
+    for found in link.rows_in(_READ, keys):
         try:
-            row.document(link)
-            numbers = set(row.numbers.tolist())
+            _Row(*found).read(link)
         except DamageError as error:
             yield str(error).removeprefix(f"{link.path} is damaged: ")
-            continue
-        if numbers - known:
-            yield f"the index of document {row.id!r:.80}: a word is missing"
-        used |= numbers
-    if known - used:
-        yield f"{len(known - used):,} words of the index belong to no document"
 
 
 class _Settings(NamedTuple):
@@ -358,7 +289,7 @@ class _Settings(NamedTuple):
     Attributes:
         tokenizer: splits its documents into words.
         analysis: what has made its words; see `mac_rag.retrieval.bm25.ANALYSIS`.
-        lineage: a random name; only within one lineage does a number always stand for the same document or word.
+        lineage: a random name; only within one lineage does a number always stand for the same document.
     """
 
     tokenizer: Tokenizer
@@ -386,8 +317,8 @@ class _Row(NamedTuple):
     words: bytes
     crc: int
 
-    def document(self, link: Connection) -> Document:
-        """The document.
+    def read(self, link: Connection) -> tuple[Document, list[str]]:
+        """The document and its words.
 
         Raises:
             DamageError: if it is not what was written.
@@ -395,17 +326,17 @@ class _Row(NamedTuple):
         try:
             if _crc(self.id, self.metadata, self.text, self.words) != self.crc:
                 raise ValueError("its checksum differs")
-            metadata: dict[str, Any] = parse_json(self.metadata, depth=METADATA_DEPTH)
-            if not isinstance(metadata, dict) or len(self.words) % 4:
-                raise ValueError("it is none")
-            return Document(self.id, self.text, metadata)
+            metadata = parse_json(self.metadata, depth=METADATA_DEPTH)
+            if not isinstance(metadata, dict):
+                raise TypeError("its metadata are no JSON object")
+            return Document(self.id, self.text, metadata), self.words.decode().split("\0")[:-1]
         except (ValueError, TypeError, AttributeError) as error:
             raise _damage(link, f"document {self.id!r:.80}: {error}") from error
 
-    @property
-    def numbers(self) -> NDArray[np.int64]:
-        """The numbers of its words."""
-        return np.frombuffer(self.words, "<i4").astype(np.int64)
+
+def _written(words: list[str]) -> bytes:
+    """The words of a document, each with a NUL after it, which no text has."""
+    return "".join(f"{word}\0" for word in words).encode()
 
 
 def _read_settings(link: Connection) -> _Settings | None:
@@ -426,7 +357,3 @@ def _damage(link: Connection, fault: str) -> DamageError:
 
 def _crc(name: str, metadata: str, text: str, words: bytes) -> int:
     return zlib.crc32(words, zlib.crc32("\0".join((name, metadata, text)).encode()))
-
-
-def _distinct(terms: Iterable[Terms]) -> set[int]:
-    return set(np.unique(np.concatenate([np.zeros(0, dtype=np.int32), *terms])).tolist())

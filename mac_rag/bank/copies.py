@@ -8,7 +8,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from mac_rag.bank.bank import MemoryBank, Settings, has_commit, writer_at
-from mac_rag.bank.database import PUT_SETTING, Connection, Database, exists, local_path, setting_rows
+from mac_rag.bank.database import PUT_SETTINGS, Connection, Database, exists, local_path
 from mac_rag.bank.keys_file import remove_keys_file
 from mac_rag.errors import BankError, FingerprintError
 from mac_rag.shipped_models import describe
@@ -99,7 +99,7 @@ def _put_after(path: Path, settings: Settings) -> None:
     """Makes a copy a commit that comes after all others of the bank whose place it takes."""
     with closing(Connection(path, write=True)) as link:
         link.write("BEGIN IMMEDIATE")
-        link.write(PUT_SETTING, setting_rows(settings.by_name))
+        link.write(PUT_SETTINGS, [settings.row])
         link.write("DELETE FROM change")
         link.write("UPDATE bm25 SET lineage = ?", [(secrets.token_hex(8),)])
         link.write("INSERT INTO writer VALUES (?, ?)", [(settings.version, secrets.token_hex(8))])

@@ -1,15 +1,14 @@
 """The file of a bank: a SQLite database with its schema, its connections and its errors.
 
-    setting         what holds for the whole bank, by name, as JSON
+    setting         what holds for the whole bank: one row, as JSON
     document        the documents of the entries, in the order of arrival, without their texts
     text            their texts, in a bank that keeps texts
     row             the memory tokens, and what is read of every row before the first question
     codebook        with rows pq, what their codes are looked up in
     change          which entries were deleted or described anew, and in which commit
     writer          which writer has made the commits from one on
-    bm25            the settings of the BM25 index in the bank, and its next numbers; empty without an index
+    bm25            the settings of the BM25 index in the bank, and its next number; empty without an index
     bm25_document   the documents of the index, each with its words; a text that `text` holds is only there
-    bm25_word       the words of the index
 
 The key of a document or row is the number of its entry times 2 ** 16, and its number within the entry. Each document
 of an entry has the number of its rows. The database has
@@ -20,7 +19,6 @@ of the file `<bank>-lock`, which names it.
 from __future__ import annotations
 
 import errno
-import json
 import os
 import re
 import sqlite3
@@ -28,7 +26,6 @@ import stat
 import tempfile
 import threading
 import weakref
-import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
@@ -47,8 +44,9 @@ SEQUENCES = 1 << 47  # numbers of entries are below this
 APPLICATION = 0x4D414342
 SCHEMA_VERSION = 1
 SCHEMA = (
-    "CREATE TABLE setting (name TEXT PRIMARY KEY, value TEXT NOT NULL) STRICT, WITHOUT ROWID",
-    "CREATE TABLE document (key INTEGER PRIMARY KEY, id TEXT NOT NULL UNIQUE, content_hash TEXT NOT NULL, "
+    "CREATE TABLE setting (number INTEGER PRIMARY KEY CHECK (number = 1), version INTEGER NOT NULL, "
+    "data TEXT NOT NULL, crc INTEGER NOT NULL) STRICT",
+    "CREATE TABLE document (key INTEGER PRIMARY KEY, id TEXT NOT NULL UNIQUE, content_hash BLOB NOT NULL, "
     "metadata TEXT NOT NULL, added TEXT NOT NULL, crc INTEGER NOT NULL, rows INTEGER NOT NULL, hash INTEGER NOT NULL, "
     "moment INTEGER NOT NULL, supersedes BLOB NOT NULL, index_crc INTEGER NOT NULL) STRICT",
     "CREATE TABLE text (document INTEGER PRIMARY KEY REFERENCES document ON DELETE CASCADE, text TEXT NOT NULL) STRICT",
@@ -62,14 +60,13 @@ SCHEMA = (
     "STRICT, WITHOUT ROWID",
     "CREATE TABLE writer (version INTEGER PRIMARY KEY, name TEXT NOT NULL) STRICT",
     "CREATE TABLE bm25 (number INTEGER PRIMARY KEY CHECK (number = 1), settings TEXT NOT NULL, lineage TEXT NOT NULL, "
-    "next_document INTEGER NOT NULL, next_word INTEGER NOT NULL) STRICT",
+    "next_document INTEGER NOT NULL) STRICT",
     "CREATE TABLE bm25_document (key INTEGER PRIMARY KEY, id TEXT NOT NULL UNIQUE, metadata TEXT NOT NULL, text TEXT, "
     "words BLOB NOT NULL, crc INTEGER NOT NULL) STRICT",
-    "CREATE TABLE bm25_word (number INTEGER PRIMARY KEY, word TEXT NOT NULL, crc INTEGER NOT NULL) STRICT",
 )
 # Endings of the files beside a bank: of SQLite, the lock, the derived keys, and a file that is not complete yet.
 WAL, SHM, LOCK, KEYS, UNFINISHED = "-wal", "-shm", "-lock", "-keys", "-new"
-_CRC = "crc"  # name of the setting that is the checksum of the others
+PUT_SETTINGS = "INSERT OR REPLACE INTO setting VALUES (1, ?, ?, ?)"
 _OLDEST = (3, 37, 0)  # the first SQLite with strict tables
 _PAGE = 4096  # bytes; of larger pages more stays empty, whatever the size of a row
 MOST_VALUES = 500  # of one query
@@ -80,6 +77,7 @@ _LARGEST_VALUE = 1 << 30  # bytes of a text or blob
 # One letter in front of the colon is a drive of Windows.
 _URL = re.compile(r"[a-zA-Z][a-zA-Z0-9+.-]+:/")
 Values: TypeAlias = Sequence[Any]
+SettingsRow: TypeAlias = tuple[int, str, int]  # number of the commit, all settings as JSON, and their checksum
 
 
 def local_path(place: str | Path) -> Path:
@@ -156,6 +154,8 @@ def database_errors(path: Path, what: str) -> Iterator[None]:
 class Connection:
     """One connection to a bank's file. Threads may share it; a call is done before the next one starts.
 
+    All methods but `end` and `close` raise a BankError as `database_errors` does.
+
     Args:
         path: the file.
         write: True to change it.
@@ -224,30 +224,18 @@ class Connection:
         connection.execute("SELECT count(*) FROM sqlite_schema").fetchall()  # fails here rather than later
 
     def rows(self, statement: str, values: Values = ()) -> list[Any]:
-        """Executes a statement, and returns all rows of its result.
-
-        Raises:
-            BankError: see `database_errors`.
-        """
+        """Executes a statement, and returns all rows of its result."""
         with self._turn, database_errors(self.path, "read"):
             return self._connection.execute(statement, values).fetchall()
 
     def rows_in(self, statement: str, values: Values) -> Iterator[Any]:
-        """Yields the rows of a statement with `{}` in place of any number of values, which takes several queries.
-
-        Raises:
-            BankError: see `database_errors`.
-        """
+        """Yields the rows of a statement with `{}` in place of any number of values, which takes several queries."""
         for first in range(0, len(values), MOST_VALUES):
             some = values[first : first + MOST_VALUES]
             yield from self.rows(statement.format(",".join("?" * len(some))), some)
 
     def write(self, statement: str, many: Iterable[Values] | None = None) -> None:
-        """Executes a statement, with `many` once for each of their values.
-
-        Raises:
-            BankError: see `database_errors`.
-        """
+        """Executes a statement, with `many` once for each of their values."""
         with self._turn, database_errors(self.path, "written to"):
             if many is None:
                 self._connection.execute(statement)
@@ -266,11 +254,7 @@ class Connection:
                 self._connection.execute("ROLLBACK")
 
     def copy_to(self, path: Path) -> None:
-        """Writes a copy of what this connection sees as a new file, even while others write to the bank.
-
-        Raises:
-            BankError: see `database_errors`; there may be an incomplete file.
-        """
+        """Writes a copy of what this connection sees as a new file, even while others write to the bank."""
         with self._turn, database_errors(self.path, f"copied to {path}"):
             os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
             target = sqlite3.connect(path, isolation_level=None)
@@ -283,20 +267,12 @@ class Connection:
                 target.close()
 
     def copy_from(self, source: Connection) -> None:
-        """Replaces everything in this database by what is in another, in one transaction.
-
-        Raises:
-            BankError: see `database_errors`.
-        """
+        """Replaces everything in this database by what is in another, in one transaction."""
         with self._turn, database_errors(self.path, "written to"):
             source._connection.backup(self._connection, pages=-1)
 
     def shrink(self) -> None:
-        """Gives pages that hold nothing back to the disk.
-
-        Raises:
-            BankError: see `database_errors`.
-        """
+        """Gives pages that hold nothing back to the disk."""
         with self._turn, database_errors(self.path, "written to"):
             # `execute` ends after the first page, because the statement has no columns.
             self._connection.executescript("PRAGMA incremental_vacuum")
@@ -388,13 +364,12 @@ class Database:
             raise
 
     @classmethod
-    def create(cls, path: Path, source: Connection | None = None, settings: Iterable[tuple[str, Any]] = ()) -> Database:
+    def create(cls, path: Path, source: Connection | SettingsRow) -> Database:
         """Makes a new file and opens it for writing. After a crash or an error, there is no file of this name.
 
         Args:
             path: the file.
-            source: what it holds: a copy of another bank; None for nothing but settings.
-            settings: all settings by name, without a source.
+            source: what it holds: a copy of another bank, or settings and nothing else.
 
         Raises:
             BankError: when there is something of this name, or the file cannot be written.
@@ -409,10 +384,10 @@ class Database:
         try:
             with database_errors(path, "written to"):
                 _remove(unfinished)
-                if source is None:
-                    _new_file(unfinished, settings)
-                else:
+                if isinstance(source, Connection):
                     source.copy_to(unfinished)
+                else:
+                    _new_file(unfinished, source)
                 if exists(path):
                     raise BankError(f"{path} has come meanwhile; choose another name")
                 _remove(path)  # the log of a bank that was removed would become a part of this one
@@ -427,7 +402,7 @@ class Database:
             raise
 
     @classmethod
-    def temporary(cls, settings: Iterable[tuple[str, Any]]) -> Database:
+    def temporary(cls, settings: SettingsRow) -> Database:
         """A bank that this process alone sees, and that goes with the object."""
         folder = tempfile.TemporaryDirectory(prefix="mac-rag-", ignore_cleanup_errors=True)
         path = Path(folder.name) / "bank"
@@ -546,36 +521,7 @@ def check_format(connection: Connection) -> None:
         raise DamageError(f"{path} has tables that no memory bank has; restore it from a backup")
 
 
-def read_settings(connection: Connection) -> dict[str, Any]:
-    """The settings of a bank by name.
-
-    Raises:
-        DamageError: when they are not what was written.
-    """
-    rows = dict(connection.rows("SELECT name, value FROM setting"))
-    try:
-        if rows.pop(_CRC, None) != settings_crc(rows):
-            raise ValueError("the checksum of its settings differs")
-        return {name: json.loads(value) for name, value in rows.items()}
-    except (ValueError, TypeError, RecursionError) as error:
-        raise DamageError(f"{connection.path} is damaged: {error}; restore it from a backup") from error
-
-
-PUT_SETTING = "INSERT OR REPLACE INTO setting (name, value) VALUES (?, ?)"
-
-
-def setting_rows(settings: Iterable[tuple[str, Any]]) -> list[tuple[str, str]]:
-    """All settings as `PUT_SETTING` takes them, with their checksum; nothing for none."""
-    rows = {name: json.dumps(value) for name, value in settings}
-    return [*rows.items(), (_CRC, settings_crc(rows))] if rows else []
-
-
-def settings_crc(rows: dict[str, str]) -> str:
-    """The setting `crc`, from the values of the others by name, as they are written."""
-    return str(zlib.crc32("\n".join(f"{name} {rows[name]}" for name in sorted(rows)).encode()))
-
-
-def _new_file(path: Path, settings: Iterable[tuple[str, Any]], *, durable: bool = True) -> None:
+def _new_file(path: Path, settings: SettingsRow, *, durable: bool = True) -> None:
     """Writes a database without documents, in one file, on the disk."""
     os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
     connection = sqlite3.connect(path, isolation_level=None)
@@ -591,7 +537,7 @@ def _new_file(path: Path, settings: Iterable[tuple[str, Any]], *, durable: bool 
         connection.execute("BEGIN")
         for statement in SCHEMA:
             connection.execute(statement)
-        connection.executemany(PUT_SETTING, setting_rows(settings))
+        connection.execute(PUT_SETTINGS, settings)
         connection.execute("COMMIT")
     finally:
         connection.close()

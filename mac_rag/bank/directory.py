@@ -23,7 +23,7 @@ from mac_rag.data.dates import ALWAYS
 from mac_rag.data.document_ids import id_hash
 from mac_rag.errors import DamageError
 
-ALL_KEYS = -(1 << 63), (1 << 63) - 1
+_FIRST_KEY, _LAST_KEY = -(1 << 63), (1 << 63) - 1
 _DOCUMENTS = (
     "SELECT key, rows, hash, moment, supersedes, index_crc FROM document WHERE key >= ? AND key <= ? ORDER BY key"
 )
@@ -66,7 +66,7 @@ class Directory:
         return cls(*[*(torch.tensor(column, dtype=torch.long) for column in columns), *_superseded(superseded)])
 
     @classmethod
-    def read(cls, connection: Connection, spans: Iterable[tuple[int, int]] = (ALL_KEYS,)) -> Directory:
+    def read(cls, connection: Connection, spans: Iterable[tuple[int, int]] = ((_FIRST_KEY, _LAST_KEY),)) -> Directory:
         """That of entries of a bank.
 
         Args:
@@ -103,6 +103,21 @@ class Directory:
         before = [0, *accumulate(part.documents for part in parts)]
         moved = [replace(part, superseding=part.superseding + first) for part, first in zip(parts, before)]
         return cls(*(torch.cat(list(map(attrgetter(field.name), moved))) for field in fields(cls)))
+
+    def updated(self, connection: Connection, changed: Collection[int]) -> Directory:
+        """That of a later state of the bank.
+
+        Args:
+            connection: a connection that sees this state.
+            changed: numbers of entries that were deleted or described anew since; others may have come.
+
+        Raises:
+            DamageError: as `read`.
+        """
+        end = int(self.sequences[-1]) + 1 if len(self.sequences) else 0
+        described = [span(one) for one in sorted(changed) if one < end]
+        new = Directory.read(connection, [*described, (span(end)[0] if end else _FIRST_KEY, _LAST_KEY)])
+        return self.without(changed).joined(new)
 
     def joined(self, other: Directory) -> Directory:
         """This one, and the entries of another among them."""
@@ -189,6 +204,19 @@ def span(sequence: int) -> tuple[int, int]:
 def index_crc(*numbers: int, data: bytes = b"") -> int:
     """Checksum of what a directory is made of: numbers of 64 bits, and bytes."""
     return zlib.crc32(data, zlib.crc32(struct.pack(f"<{len(numbers)}q", *numbers)))
+
+
+def followed(known: Tensor, row_keys: Tensor) -> tuple[int, Tensor]:
+    """What is left of the rows that were known, `known` `[K]` by their keys, in a later version of a bank.
+
+    New rows come after all others.
+
+    Returns:
+        How many rows come before the first new one, and which of the K rows they are, bool `[K]`.
+    """
+    is_known = torch.isin(row_keys, known, assume_unique=True)
+    first = int(is_known.long().cumprod(0).sum())
+    return first, torch.isin(known, row_keys[:first], assume_unique=True)
 
 
 def id_hashes(document_ids: Sequence[str]) -> Tensor:

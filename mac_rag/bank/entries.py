@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, TypeAlias
 
 from torch import Tensor
 
 from mac_rag.bank.database import PART_BITS
-from mac_rag.bank.rows import NewRows
 from mac_rag.data.characters import shown_id
 from mac_rag.data.provenance import Member
 from mac_rag.data.types import Document
@@ -72,67 +71,6 @@ class Entry:
             if member.document_id == document_id:
                 return place
         raise BankError(f"{shown_id(document_id)} is none of the documents of this entry")
-
-
-@dataclass(frozen=True)
-class BankEntry(Entry):
-    """An entry of the bank: one document, or several that were merged.
-
-    Attributes:
-        holds_codes: True in a bank of codes; `codes` then takes the place of `phi`.
-
-    Examples:
-        >>> import torch
-        >>> from mac_rag import Document, MemoryBank
-        >>> bank = MemoryBank("fingerprint of the model")
-        >>> documents = [Document("may", "The bridge opened.", {"year": 2004}), Document("june", "The bridge closed.")]
-        >>> forgotten = bank.put(documents, torch.zeros(2, 4, 8))
-        >>> bank["may"].metadata["year"], bank["may"].phi.shape
-        (2004, torch.Size([1, 4, 8]))
-        >>> bank.merge(["may", "june"], torch.zeros(1, 4, 8))
-        >>> [member.document_id for member in bank["june"].members]
-        ['may', 'june']
-    """
-
-    holds_codes: bool = field(repr=False)
-    _phi: Callable[[], Tensor] = field(repr=False, compare=False)
-    _codes: Callable[[], list[Tensor]] = field(repr=False, compare=False)
-    _texts: Callable[[], Texts] = field(repr=False, compare=False)
-
-    @property
-    def phi(self) -> Tensor:
-        """Memory tokens `[rows, T, D]` of the entry, read at each access.
-
-        Raises:
-            BankError: when the entry was deleted since, or in a bank of codes.
-            DamageError: when they are not what was written.
-        """
-        return self._phi()
-
-    @property
-    def codes(self) -> list[Tensor]:
-        """The codes of each row, uint8 `[n, B]`, in a bank of codes, read at each access.
-
-        Raises:
-            BankError: when the entry was deleted since, or in a bank of memory tokens.
-            DamageError: when they are not what was written.
-        """
-        return self._codes()
-
-    @property
-    def memory(self) -> NewRows:
-        """What `MemoryBank.put` takes: `codes` in a bank of codes, otherwise `phi`."""
-        return self.codes if self.holds_codes else self.phi
-
-    @property
-    def texts(self) -> Texts:
-        """The kept text of each member, read at each access; None where the bank keeps none.
-
-        Raises:
-            BankError: when the entry was deleted since.
-            DamageError: when they are not what was written.
-        """
-        return self._texts()
 
 
 class NewEntry(NamedTuple):

@@ -83,6 +83,8 @@ def write_keys_file(
         *postings_of(*summaries[1:-1], lexical_width),
     )
     columns = {name: tensor.contiguous() for name, tensor in zip(_COLUMNS, tensors, strict=True)}
+    if lexical_width <= 1 << 16:
+        columns["places"] = columns["places"].to(torch.uint16)
     about = {"version": commit[0], "writer": commit[1], "crc": _crc(columns, commit)}
     path = keys_path(bank)
     unfinished = path.with_name(path.name + UNFINISHED)
@@ -109,7 +111,7 @@ def read_keys_file(bank: Path) -> KeysFile | None:
         return None
     *listed, summaries, counts, places, weights, ends, posting_rows, posting_weights = columns.values()
     postings = ends, posting_rows, posting_weights
-    return KeysFile(version, writer, Directory(*listed), Summaries(summaries, counts, places, weights, postings))
+    return KeysFile(version, writer, Directory(*listed), Summaries(summaries, counts, places.int(), weights, postings))
 
 
 def remove_keys_file(bank: Path) -> None:

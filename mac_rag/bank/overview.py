@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -98,7 +98,9 @@ def read_overviews(
     chunk_rows: int,
     device: torch.device,
 ) -> list[Overview]:
-    """What is known of the rows from `first` on, of a bank that keeps it. Only merged rows have to be read.
+    """What is known of the rows from `first` on.
+
+    Merged rows are read for it, and in a bank that does not keep what this network wants to know, all rows.
 
     Args:
         network: the network that reads the bank; it has a document prior.
@@ -112,17 +114,17 @@ def read_overviews(
         DamageError: when what is read is not what was written.
     """
     found, start = [], first
+    if not keeps_overview(network, bank):
+        for some in torch.arange(first, len(bank.row_keys)).split(chunk_rows) if first < len(bank.row_keys) else ():
+            phi = read(some)
+            lexical = None if phi.lexical is None else phi.lexical.flatten(1)
+            found.append(_overview(network, network.summaries(phi), lexical))
+        return found
     for summaries in bank.overview(first):
         index = torch.arange(start, start + len(summaries.counts))
         found.append(_from_bank(network, summaries, index, read, chunk_rows, device))
         start += len(index)
     return found
-
-
-@torch.no_grad()
-def computed_overview(network: AggregationNetwork, phi: MemoryTokens, keys: Iterable[Tensor] | None) -> Overview:
-    """What is known of some rows, from the rows themselves and, where they are known, their keys `[H, k, T, d]`."""
-    return _overview(network, network.summaries(phi, keys), None if phi.lexical is None else phi.lexical.flatten(1))
 
 
 def _from_bank(

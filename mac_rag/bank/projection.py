@@ -6,15 +6,14 @@ new document costs its own projection, a deleted one costs nothing.
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 from torch import Tensor
 
-from mac_rag.bank.overview import Overview, computed_overview, keeps_overview, read_overviews
+from mac_rag.bank.directory import followed
+from mac_rag.bank.overview import Overview, read_overviews
 from mac_rag.errors import BankError
 from mac_rag.nn.aggregation import AggregationNetwork
 from mac_rag.nn.cross_attention import CrossAttentionBlock
@@ -24,45 +23,16 @@ from mac_rag.nn.prior import PriorKeys
 if TYPE_CHECKING:
     from mac_rag.bank.bank import Contents
 
-# Positions among the rows that were asked for -> their keys and values, `[H, n, T, d]` each.
-Projection: TypeAlias = Callable[[Tensor], tuple[Tensor, Tensor]]
-
-
-@dataclass(frozen=True)
-class _Piece:
-    """Projections of consecutive rows of a bank.
-
-    Attributes:
-        row_keys: `[k]`, keys of the rows.
-        projected: for each block the keys and values `[H, k, T, d]`.
-    """
-
-    row_keys: Tensor
-    projected: tuple[tuple[Tensor, Tensor], ...]
-
-    def filtered(self, mask: Tensor) -> _Piece:
-        """Only the rows where `mask` `[k]` is True; the same object if these are all rows."""
-        if mask.all():
-            return self
-        index = mask.nonzero()[:, 0]
-        device_index = index.to(self.projected[0][0].device)
-        return _Piece(
-            self.row_keys[index],
-            tuple(
-                (keys.index_select(1, device_index), values.index_select(1, device_index))
-                for keys, values in self.projected
-            ),
-        )
+Projected: TypeAlias = list[tuple[Tensor, Tensor]]  # for each block keys and values `[H, n, T, d]` of n rows
 
 
 class ProjectedBank:
     """A memory bank under one aggregation network: a `BankView` whose rows are the bank's rows, in their order.
 
-    Keys and values are cached if those of the whole bank fit into a budget. Otherwise they are projected when they are
-    needed. Where a document prior tells the few rows that can matter, these are all that is read, and the budget keeps
-    those that were needed last; else they are projected chunk by chunk, once per block and batch of questions. The keys
-    of the document prior, and the norms that bound what a row can contribute, are always cached. On a CPU, and if the
-    bank keeps what the prior needs to know of its rows, even a bank that fits is projected only as far as it is needed.
+    Keys and values are projected when they are needed. If those of the whole bank fit into a budget, none is projected
+    twice. Otherwise, where a document prior tells the few rows that can matter, these are all that is read, and the
+    budget keeps those that were needed last; without one, rows are projected chunk by chunk, once per block and batch
+    of questions. The keys of the document prior, and the norms that bound what a row can contribute, are always cached.
 
     A view shows one version of the bank: after a change of the bank, call `refresh`.
 
@@ -102,53 +72,26 @@ class ProjectedBank:
         self._overview: Overview | None = None
         self._longest_of_all: Tensor | None = None
         self._dates: Tensor | None = None
-        self._needed: tuple[RowCache, ...] = ()  # for each block the rows that were needed last, unless all are cached
-        self._pieces: list[_Piece] = []
+        self._cache = RowCache()
         self.refresh()
 
     def refresh(self) -> None:
-        """Follows the bank: projects new rows and drops deleted ones."""
+        """Follows the bank: learns what is known of new rows without their keys and values, and drops deleted rows."""
         if self._version == self.bank.version:
             return
         version, row_keys = self.bank.version, self.bank.row_keys
-        fits = len(row_keys) * self._row_bytes() <= self.budget_bytes
-        prior, is_kept = self.network.prior is not None, keeps_overview(self.network, self.bank)
-        # On a CPU a prior may have few rows read, so that projecting all of them can wait until a question needs them.
-        projects = fits and (bool(self._pieces) or not (is_kept and self.device.type == "cpu"))
-        # New rows come after all others, so the rows that are known already come first. A bank with another order, or
-        # one that is projected for the first time, is read from the first unknown row on.
-        is_known = torch.isin(row_keys, self._row_keys, assume_unique=True)
-        first = int(is_known.long().cumprod(0).sum()) if self._pieces or not projects else 0
-        remains = torch.isin(self._row_keys, row_keys[:first], assume_unique=True)
-        pieces: list[_Piece] = []
+        first, remains = followed(self._row_keys, row_keys)
         overviews = [] if self._overview is None else [self._overview.kept(remains.to(self.device))]
-        if projects and self._pieces:
-            parts = remains.split([len(piece.row_keys) for piece in self._pieces])
-            pieces = [piece.filtered(part) for piece, part in zip(self._pieces, parts) if part.any()]
-        if is_kept:
+        if self.network.prior is not None:
             overviews += read_overviews(
                 self.network, self.bank, first, self._take, chunk_rows=self.chunk_rows, device=self.device
             )
-        for start in range(first, len(row_keys), self.chunk_rows) if projects or (prior and not is_kept) else ():
-            stop = min(start + self.chunk_rows, len(row_keys))
-            phi = self._take(torch.arange(start, stop))
-            if projects:
-                pieces.append(_Piece(row_keys[start:stop], self._project(phi, self._blocks)))
-            if prior and not is_kept:
-                keys = [keys for keys, _ in pieces[-1].projected] if projects else None
-                overviews.append(computed_overview(self.network, phi, keys))
         # Nothing above changes this view, so an error leaves it as it was.
         self._overview = Overview.cat(overviews) if overviews else None
         self._longest_of_all = self._dates = None
-        self._pieces = _joined(pieces, self.chunk_rows)
-        for rows_of_block in self._needed:
-            rows_of_block.drop(self._row_keys[~remains])
-        self._row_keys, self._version, self.cached = row_keys, version, fits
-        if self._pieces:
-            self._needed = ()
-        elif not self._needed:
-            rows = self.budget_bytes // max(1, self._row_bytes())
-            self._needed = tuple(RowCache(rows) for _ in self._blocks)
+        capacity = self.budget_bytes // max(1, self._row_bytes())
+        self._cache.follow(remains, len(row_keys), capacity)
+        self._row_keys, self._version, self.cached = row_keys, version, len(row_keys) <= capacity
 
     @property
     def row_tokens(self) -> int:
@@ -170,11 +113,14 @@ class ProjectedBank:
         return MemoryTokens.split(rows.to(self.device, self._weights), self.network.lexical_vectors)
 
     @torch.no_grad()
-    def _project(self, phi: MemoryTokens, blocks: Iterable[CrossAttentionBlock]) -> tuple[tuple[Tensor, Tensor], ...]:
-        """Keys and values `[H, k, T, d]` of k rows, for each of the blocks."""
+    def _project(self, phi: MemoryTokens, blocks: Iterable[CrossAttentionBlock]) -> Projected:
+        """Keys and values of rows, for each of the blocks."""
         normed = self.network.bank_norm(phi.tokens)
         projected = (block.project(normed) for block in blocks)
-        return tuple((keys.to(self.dtype), values.to(self.dtype)) for keys, values in projected)
+        return [(keys.to(self.dtype), values.to(self.dtype)) for keys, values in projected]
+
+    def _projected(self, index: Tensor) -> Projected:
+        return self._project(self._take(index), self._blocks)
 
     @property
     def documents(self) -> int:
@@ -223,26 +169,17 @@ class ProjectedBank:
             BankError: when the bank has changed since the last `refresh`.
         """
         self._check()
+        if not self.documents:
+            return
         if self.cached:
-            self._project_all()
-            yield from (piece.projected[block] for piece in self._pieces)
+            keys, values = self._cache.whole(block, self.chunk_rows, self._projected)
+            yield from zip(keys.split(self.chunk_rows, 1), values.split(self.chunk_rows, 1), strict=True)
             return
-        for start in range(0, self.documents, self.chunk_rows):
+        for some in torch.arange(self.documents).split(self.chunk_rows):
             self._check()
-            stop = min(start + self.chunk_rows, self.documents)
             # The memory tokens have no name here, so they are freed while their keys and values are attended to.
-            (projected,) = self._project(self._take(torch.arange(start, stop)), [self._blocks[block]])
+            (projected,) = self._project(self._take(some), [self._blocks[block]])
             yield projected
-
-    def _project_all(self) -> None:
-        """Projects all rows of a bank that fits into the budget, unless that is done."""
-        if self._pieces:
-            return
-        for start in range(0, self.documents, self.chunk_rows):
-            stop = min(start + self.chunk_rows, self.documents)
-            projected = self._project(self._take(torch.arange(start, stop)), self._blocks)
-            self._pieces.append(_Piece(self._row_keys[start:stop], projected))
-        self._needed = ()
 
     def longest(self, block: int) -> Tensor:
         """The largest norm of each row's keys in a block, `[H, K]`; only for a network with a document prior."""
@@ -281,26 +218,10 @@ class ProjectedBank:
             BankError: when the bank has changed since the last `refresh`.
         """
         self._check()
-        if not self._pieces:
-
-            def project(places: Tensor) -> tuple[Tensor, Tensor]:
-                return self._project(self._split(self.bank.take(index[places])), [self._blocks[block]])[0]
-
-            return self._needed[block].look_up(self._row_keys[index], project)
-        ends = torch.tensor([len(piece.row_keys) for piece in self._pieces]).cumsum(0)
-        owner = torch.searchsorted(ends, index.contiguous(), right=True)
-        first_keys, first_values = self._pieces[0].projected[block]
-        keys, values = (
-            first.new_empty(first.shape[0], len(index), *first.shape[2:]) for first in (first_keys, first_values)
-        )
-        for number in owner.unique().tolist():
-            piece = self._pieces[number]
-            target = (owner == number).nonzero()[:, 0]
-            source = (index[target] - (ends[number] - len(piece.row_keys))).to(self.device)
-            target = target.to(self.device)
-            for gathered, tensor in zip((keys, values), piece.projected[block]):
-                gathered[:, target] = tensor.index_select(1, source)
-        return keys, values
+        if len(index) > self._cache.capacity:
+            (projected,) = self._project(self._take(index), [self._blocks[block]])
+            return projected
+        return self._cache.rows(block, index, self._projected)
 
     def _check(self) -> None:
         if self._version != self.bank.version:
@@ -358,80 +279,98 @@ class SelectedRows:
         return SelectedRows(self._bank, self._index.gather(1, index.cpu()))
 
 
-def _joined(pieces: Iterable[_Piece], limit: int) -> list[_Piece]:
-    """Joins neighbours that fit into one piece, so that many small changes do not leave many small pieces."""
-    joined: list[_Piece] = []
-    for piece in pieces:
-        if joined and len(joined[-1].row_keys) + len(piece.row_keys) <= limit:
-            last = joined[-1]
-            piece = _Piece(
-                torch.cat([last.row_keys, piece.row_keys]),
-                tuple(
-                    (torch.cat([a[0], b[0]], 1), torch.cat([a[1], b[1]], 1))
-                    for a, b in zip(last.projected, piece.projected)
-                ),
-            )
-            joined[-1] = piece
-        else:
-            joined.append(piece)
-    return joined
-
-
 class RowCache:
-    """Keys and values of one block, of the rows that questions needed last. What was not used for longest makes room.
+    """Keys and values of rows in all blocks, by the numbers of the rows. What was not used for longest makes room.
 
-    Args:
-        capacity: number of rows; 0 keeps none.
+    Attributes:
+        capacity: the most rows that are kept.
     """
 
-    def __init__(self, capacity: int) -> None:
-        self.capacity = capacity
-        self._slots: OrderedDict[int, int] = OrderedDict()  # key of a row -> its place; the last used one is the last
-        self._emptied: list[int] = []  # places of rows that were dropped
-        self._keys: Tensor | None = None
-        self._values: Tensor | None = None
+    def __init__(self) -> None:
+        self.capacity = 0
+        self._slots = torch.empty(0, dtype=torch.long)  # by row: where it is; -1 if it is not kept
+        self._clear()
 
-    def look_up(self, row_keys: Tensor, project: Projection) -> tuple[Tensor, Tensor]:
-        """Keys and values `[H, n, T, d]` of n different rows.
+    def _clear(self) -> None:
+        self._rows = torch.empty(0, dtype=torch.long)  # by slot: its row; -1 if it is free
+        self._used = torch.empty(0, dtype=torch.long)  # by slot: when it was last needed; -1 if it is free
+        self._now = 0
+        self._kept: list[list[Tensor]] = []  # for each block keys and values `[H, slots, T, d]`
+
+    def follow(self, remains: Tensor, rows: int, capacity: int) -> None:
+        """Goes on with another version of the bank.
 
         Args:
-            row_keys: `[n]` on the CPU.
+            remains: bool `[K]`, which of the rows are still there; they come first.
+            rows: the number of rows now.
+            capacity: the most rows that are kept.
+        """
+        former = self._slots[remains]
+        self.capacity, self._slots = capacity, torch.full((rows,), -1)
+        self._slots[: len(former)] = former
+        kept = (self._slots >= 0).nonzero()[:, 0]
+        if not len(kept):
+            self._clear()
+        self._rows.fill_(-1)
+        self._rows[self._slots[kept]] = kept
+        self._used[self._rows < 0] = -1
+
+    def rows(self, block: int, index: Tensor, project: Callable[[Tensor], Projected]) -> tuple[Tensor, Tensor]:
+        """Keys and values `[H, n, T, d]` of rows in one block.
+
+        Args:
+            block: number of the block.
+            index: `[n]` on the CPU, different rows, at most `capacity`.
             project: computes those that are not kept.
         """
-        if len(row_keys) > self.capacity:
-            return project(torch.arange(len(row_keys)))
-        names = row_keys.tolist()
-        for name in names:
-            if name in self._slots:
-                self._slots.move_to_end(name)
-        missing = torch.tensor([place for place, name in enumerate(names) if name not in self._slots], dtype=torch.long)
-        if len(missing):
-            keys, values = project(missing)
-            if self._keys is None or self._values is None:
-                # Memory that is never written is never taken from the system.
-                self._keys, self._values = (
-                    part.new_empty(part.shape[0], self.capacity, *part.shape[2:]) for part in (keys, values)
-                )
-            slots = torch.tensor([self._free_slot(names[place]) for place in missing.tolist()])
-            self._keys[:, slots], self._values[:, slots] = keys, values
-        assert self._keys is not None
-        assert self._values is not None
-        slots = torch.tensor([self._slots[name] for name in names], dtype=torch.long, device=self._keys.device)
-        return self._keys.index_select(1, slots), self._values.index_select(1, slots)
+        slots = self._slots[index]
+        self._now += 1
+        self._used[slots[slots >= 0]] = self._now
+        self._add(index[slots < 0], project)
+        keys, values = self._kept[block]
+        slots = self._slots[index].to(keys.device)
+        return keys.index_select(1, slots), values.index_select(1, slots)
 
-    def drop(self, row_keys: Tensor) -> None:
-        """Forgets rows `[n]`, and leaves out unknown ones. The next rows take their places, and no further memory."""
-        for name in row_keys.tolist():
-            slot = self._slots.pop(name, None)
-            if slot is not None:
-                self._emptied.append(slot)
+    def whole(self, block: int, step: int, project: Callable[[Tensor], Projected]) -> tuple[Tensor, Tensor]:
+        """Keys and values `[H, K, T, d]` of all rows in one block, if they fit; `step` rows are computed at a time."""
+        for missing in (self._slots < 0).nonzero()[:, 0].split(step):
+            self._add(missing, project)
+        order = torch.arange(len(self._slots))
+        if not torch.equal(self._slots, order):
+            self._kept = [[part[:, self._slots.to(part.device)] for part in pair] for pair in self._kept]
+            self._used, self._rows, self._slots = self._used[self._slots], order.clone(), order
+        keys, values = (part[:, : len(order)] for part in self._kept[block])
+        return keys, values
 
-    def _free_slot(self, name: int) -> int:
-        if self._emptied:
-            slot = self._emptied.pop()
-        elif len(self._slots) == self.capacity:
-            _, slot = self._slots.popitem(last=False)
-        else:
-            slot = len(self._slots)
-        self._slots[name] = slot
-        return slot
+    def _add(self, index: Tensor, project: Callable[[Tensor], Projected]) -> None:
+        """Keeps rows that are not kept yet."""
+        if not len(index):
+            return
+        projected = project(index)
+        slots = self._room(len(index), projected)
+        self._slots[index], self._rows[slots], self._used[slots] = slots, index, self._now
+        for kept, new in zip(self._kept, projected, strict=True):
+            for whole, part in zip(kept, new, strict=True):
+                whole[:, slots.to(whole.device)] = part
+
+    def _room(self, count: int, projected: Projected) -> Tensor:
+        """Slots `[count]` for new rows."""
+        size, free = len(self._rows), (self._rows < 0).nonzero()[:, 0]
+        if len(free) < count and size < self.capacity:
+            more = min(self.capacity, max(2 * size, len(self._slots))) - size
+            self._kept = self._kept or [[part[:, :0] for part in pair] for pair in projected]
+            self._kept = [[_longer(part, more) for part in pair] for pair in self._kept]
+            self._rows, self._used = (torch.cat([part, torch.full((more,), -1)]) for part in (self._rows, self._used))
+            free = (self._rows < 0).nonzero()[:, 0]
+        if len(free) < count:
+            free = self._used.topk(count, largest=False).indices
+            evicted = self._rows[free]
+            self._slots[evicted[evicted >= 0]] = -1
+        return free[:count]
+
+
+def _longer(rows: Tensor, more: int) -> Tensor:
+    """A copy of `[H, n, T, d]` with room for more rows. Memory that is never written is never taken from the system."""
+    longer = rows.new_empty(rows.shape[0], rows.shape[1] + more, *rows.shape[2:])
+    longer[:, : rows.shape[1]] = rows
+    return longer

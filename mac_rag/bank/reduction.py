@@ -69,7 +69,6 @@ class BoundedBank:
     def _forget(self) -> None:
         self._version = -1  # the version of the bank that the fields below describe
         self._entries: list[int] = []  # sequence numbers of the entries, ascending
-        self._documents: dict[int, str] = {}  # sequence number -> id of one document of the entry
         self._closest: ClosestPair | None = None
 
     def put(
@@ -119,7 +118,7 @@ class BoundedBank:
         self._forgotten += self.bank.put([document], phi, [len(phi)], summarise=summarise)
         if replaced is not None:
             self._remove(replaced)
-        self._arrive(self.bank[document.id].sequence, document.id)
+        self._arrive(self.bank[document.id].sequence)
 
     def _check_method(self, holds_codes: bool) -> None:
         if holds_codes and self.method != "random-pruning":
@@ -136,45 +135,46 @@ class BoundedBank:
             self._remove(sequence)
         is_first = sequences.diff(prepend=sequences.new_tensor([-1])) != 0
         new = (is_first & ~torch.isin(sequences, known)).nonzero().squeeze(1)
-        names = [self.bank.entry(sequence).document_id for sequence in sequences[new].tolist()]
-        for sequence, name in zip(sequences[new].tolist(), names, strict=True):
-            self._arrive(sequence, name)
+        for sequence in sequences[new].tolist():
+            self._arrive(sequence)
 
-    def _arrive(self, sequence: int, document_id: str) -> None:
+    def _arrive(self, sequence: int) -> None:
         """Registers an entry, and makes room for it in a full bank."""
-        self._add(sequence, document_id)
+        self._add(sequence)
         if len(self._entries) <= self.maximum:
             return
         # Seeded by the arrival itself, so that a restarted process continues as the old one would have.
         rng = random.Random(f"{self.seed}/{sequence}")
         if self.method == "random-pruning":
-            self._forgotten += self.bank.delete(self._remove(rng.choice(self._entries)), from_index=False)
+            pruned = rng.choice(self._entries)
+            self._remove(pruned)
+            self._forgotten += self.bank.delete(self.bank.entry(pruned).document_id, from_index=False)
             return
         first, second = rng.sample(self._entries, 2) if self._closest is None else self._closest.pair()
         mean = (self._tokens(first) + self._tokens(second)) / 2
-        documents = [self._remove(first), self._remove(second)]
+        documents = [self.bank.entry(one).document_id for one in (first, second)]
+        self._remove(first)
+        self._remove(second)
         self.bank.merge(documents, mean[None])
-        self._add(self.bank[documents[0]].sequence, documents[0])
+        self._add(self.bank[documents[0]].sequence)
 
-    def _add(self, sequence: int, document_id: str) -> None:
+    def _add(self, sequence: int) -> None:
         insort(self._entries, sequence)
-        self._documents[sequence] = document_id
         if self.method == "nearest-averaging":
             tokens = self._tokens(sequence).flatten()
             if self._closest is None:
                 self._closest = ClosestPair(self.maximum + 1, len(tokens))
             self._closest.add(sequence, tokens)
 
-    def _remove(self, sequence: int) -> str:
-        """Drops an entry here, not from the bank, and returns the id of one of its documents."""
+    def _remove(self, sequence: int) -> None:
+        """Drops an entry here, not from the bank."""
         del self._entries[bisect_left(self._entries, sequence)]
         if self._closest is not None:
             self._closest.remove(sequence)
-        return self._documents.pop(sequence)
 
     def _tokens(self, sequence: int) -> Tensor:
         """Memory tokens of an entry, averaged to one row `[T, D]`."""
-        return self.bank[self._documents[sequence]].phi.mean(0)
+        return self.bank.entry(sequence).phi.mean(0)
 
 
 class ClosestPair:

@@ -7,7 +7,8 @@ A row stands for one text. It has some of these columns, which are kept as three
                product_codes  [n, T - V, M] uint8  the others, with dtype pq (`mac_rag.nn.product_quantizer`)
     summary    prior_keys     [n, P] bf16          the first numbers of the summary
                summaries      [n, S - P] float32   what the model wants to know of every row at once, or zeros
-    places     places         [sum of c] int32     where the lexical vectors are not zero, ascending; row after row
+    places     places         [sum of c] int32     where the lexical vectors are not zero, ascending; row after row;
+                                                   in 16 bits if all places fit into them
     weights    weights        [sum of c]           the numbers at those places
 
 c are the numbers of places of the rows, the column `counts` `[n]`, which the lengths of the blobs tell.
@@ -24,7 +25,7 @@ from __future__ import annotations
 import math
 import zlib
 from collections.abc import Collection, Sequence
-from typing import Literal, NamedTuple, Self, TypeAlias
+from typing import Any, Literal, NamedTuple, Self, TypeAlias
 
 import numpy as np
 import torch
@@ -194,7 +195,8 @@ class RowLayout(BaseModel):
         places = weights = [b""] * len(summary)
         if self.lexical_vectors:
             counts = rows["counts"].tolist()
-            places, weights = (list(map(_bytes, rows[name].split(counts))) for name in ("places", "weights"))
+            kept = torch.from_numpy(rows["places"].numpy().astype(self._places(rows["phi"].shape[2])))
+            places, weights = (list(map(_bytes, part.split(counts))) for part in (kept, rows["weights"]))
         return [PackedRow(*each) for each in zip(tokens, summary, places, weights, codes, strict=True)]
 
     def _packed(self, rows: Rows, names: Collection[str]) -> list[bytes]:
@@ -252,19 +254,24 @@ class RowLayout(BaseModel):
 
     def _lexical(self, places: Sequence[bytes], weights: Sequence[bytes], width: int) -> tuple[Tensor, Tensor, Tensor]:
         """Counts, places and weights of lexical vectors, side by side."""
-        counts = np.fromiter(map(len, places), np.int32, len(places)) // 4
+        dtype = self._places(width)
+        counts = np.fromiter(map(len, places), np.int32, len(places)) // dtype.itemsize
         sizes = np.fromiter(map(len, weights), np.int32, len(weights))
         found, numbers = bytearray().join(places), bytearray().join(weights)
-        if len(found) != 4 * counts.sum() or not np.array_equal(sizes, self._weights.itemsize * counts):
+        if len(found) != dtype.itemsize * counts.sum() or not np.array_equal(sizes, self._weights.itemsize * counts):
             raise ValueError("places and numbers of a lexical vector do not agree")
         if not found:
             return torch.from_numpy(counts), torch.empty(0, dtype=torch.int32), torch.empty(0, dtype=self._weights)
-        where, values = np.frombuffer(found, np.int32), torch.frombuffer(numbers, dtype=self._weights)
+        where, values = np.frombuffer(found, dtype).astype(np.int32), torch.frombuffer(numbers, dtype=self._weights)
         if not 0 <= where.min() <= where.max() < self.lexical_vectors * width:
             raise ValueError("a place is outside of the lexical vectors")
         if not values.isfinite().all() or not values.all():
             raise ValueError("a number of a lexical vector is not finite, or zero")
         return torch.from_numpy(counts), torch.from_numpy(where), values
+
+    def _places(self, width: int) -> np.dtype[Any]:
+        """The numbers that places are kept in."""
+        return np.dtype("<u2" if self.lexical_vectors * width <= 1 << 16 else "<i4")
 
     @property
     def _weights(self) -> torch.dtype:

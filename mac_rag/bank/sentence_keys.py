@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from mac_rag.bank.bank import Contents
+from mac_rag.bank.directory import followed
 from mac_rag.retrieval.dense import Encoder, check_finite
 
 _QUESTIONS = 256  # questions whose vectors are kept
@@ -35,9 +36,7 @@ class SentenceKeys:
         self._bank = bank
         if bank.row_keys is self._row_keys:
             return
-        is_known = torch.isin(bank.row_keys, self._row_keys, assume_unique=True)
-        first = int(is_known.long().cumprod(0).sum())
-        remains = torch.isin(self._row_keys, bank.row_keys[:first], assume_unique=True)
+        first, remains = followed(self._row_keys, bank.row_keys)
         new = [functional.normalize(part.summaries) for part in bank.overview(first)]
         self._vectors = torch.cat([self._vectors[remains], *new])
         self._row_keys = bank.row_keys

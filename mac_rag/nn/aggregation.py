@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import partial
 from typing import TypeAlias
 
@@ -114,7 +114,7 @@ class AggregationNetwork(nn.Module):
         heads = sum(block.heads for block in self.blocks if isinstance(block, CrossAttentionBlock))
         return self.prior.key.out_features + heads
 
-    def summaries(self, phi: MemoryTokens, keys: Iterable[Tensor] | None = None) -> Tensor:
+    def summaries(self, phi: MemoryTokens) -> Tensor:
         """Summaries that tell which rows can matter to a question without reading the rows, `[K, summary_width]`.
 
         A summary holds the row's key of the document prior, without its lexical part, and for each block and head the
@@ -122,13 +122,11 @@ class AggregationNetwork(nn.Module):
 
         Args:
             phi: K rows.
-            keys: their keys `[H, K, T, d]` for each block, if they are known; None computes them.
         """
         if self.prior is None:
             return phi.tokens.new_empty(len(phi), 0)
-        if keys is None:
-            bank = self.bank_norm(phi.tokens)
-            keys = (block.project_keys(bank) for block in self.blocks if isinstance(block, CrossAttentionBlock))
+        bank = self.bank_norm(phi.tokens)
+        keys = (block.project_keys(bank) for block in self.blocks if isinstance(block, CrossAttentionBlock))
         prior_keys = self.prior.summary_keys(phi)
         return torch.cat([prior_keys, *(longest_keys(part).T.to(prior_keys.dtype) for part in keys)], 1)
 

@@ -28,8 +28,8 @@ from mac_rag.bank.bank import MemoryBank
 from mac_rag.bank.bm25 import BankBM25Retriever
 from mac_rag.bank.copies import backup
 from mac_rag.bank.interface import Bank
-from mac_rag.bank.metadata_filters import Filters, condition
 from mac_rag.data.dates import ALWAYS, written
+from mac_rag.data.metadata_filters import Filters, condition
 from mac_rag.data.provenance import Member
 from mac_rag.data.types import AdaptReport, Document
 from mac_rag.distributed.shard_files import SHARDS

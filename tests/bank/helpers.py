@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import random
 import sqlite3
 import tempfile
+import zlib
 from collections.abc import Iterable, Iterator
 from contextlib import closing, contextmanager, suppress
 from multiprocessing.connection import Connection
@@ -17,7 +19,6 @@ from torch import Tensor
 
 from mac_rag.bank import BankEntry, MemoryBank, database
 from mac_rag.bank.bank import Contents
-from mac_rag.bank.database import settings_crc
 from mac_rag.bank.directory import index_crc
 from mac_rag.bank.rows import RowLayout
 from mac_rag.data.types import Document
@@ -120,18 +121,26 @@ def update_for_ever(path: Path, said: Connection) -> None:
 
 
 def alter(path: Path, statement: str, *values: Any) -> None:
-    """Changes a bank's file behind its back; the statement may use `mac_rag.bank.directory.index_crc`."""
+    """Changes a bank's file behind its back; the statement may use `crc32` and `index_crc`."""
     with closing(sqlite3.connect(path, isolation_level=None)) as connection:
+        connection.create_function("crc32", 1, lambda text: zlib.crc32(text.encode("utf-8", "surrogatepass")))
         connection.create_function("index_crc", 5, lambda *numbers: index_crc(*numbers[:-1], data=numbers[-1]))
         assert connection.execute(statement, values).rowcount
 
 
-def alter_setting(path: Path, name: str, value: str) -> None:
-    """Changes a setting of a bank, with the checksum that fits."""
-    alter(path, "INSERT OR REPLACE INTO setting VALUES (?, ?)", name, value)
+def settings_of(path: Path) -> dict[str, Any]:
+    """The settings of a bank by name, as its file has them."""
     with closing(sqlite3.connect(path, isolation_level=None)) as connection:
-        rows = dict(connection.execute("SELECT name, value FROM setting WHERE name <> 'crc'"))
-    alter(path, "UPDATE setting SET value = ? WHERE name = 'crc'", settings_crc(rows))
+        [(data,)] = connection.execute("SELECT data FROM setting")
+    found: dict[str, Any] = json.loads(data)
+    return found
+
+
+def alter_setting(path: Path, name: str, value: str) -> None:
+    """Changes a setting of a bank, with the checksum that fits; its new value need not be JSON."""
+    values = {each: json.dumps(held) for each, held in settings_of(path).items()} | {name: value}
+    data = "{" + ", ".join(f"{json.dumps(each)}: {held}" for each, held in values.items()) + "}"
+    alter(path, "UPDATE setting SET data = ?1, crc = crc32(version || char(0) || ?1)", data)
 
 
 def put_entries(bank: MemoryBank, entries: Iterable[BankEntry]) -> None:

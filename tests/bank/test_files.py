@@ -331,14 +331,14 @@ def test_a_writer_whose_lock_or_file_was_taken_away(path: Path, how: str) -> Non
 
 def test_a_commit_onto_one_that_the_writer_does_not_know_is_refused(path: Path) -> None:
     bank = made(path, "a")
-    alter(path, "UPDATE setting SET value = '7' WHERE name = 'version'")
+    alter(path, "UPDATE setting SET version = 7")
     with pytest.raises(BankError, match="changed by another process meanwhile"):
         put(bank, "b", 1)
 
 
 def test_a_bank_that_is_damaged_while_it_is_open_frees_its_lock(path: Path) -> None:
     bank = made(path, "a")
-    alter(path, "UPDATE setting SET value = '{' WHERE name = 'version'")
+    alter(path, "UPDATE setting SET data = '{'")
     with pytest.raises(DamageError):
         bank.close()
     assert not path.with_name("bank-lock").exists()

@@ -19,7 +19,7 @@ from mac_rag.bank.rows import RowLayout, row_crc
 from mac_rag.bank.verify import verify
 from mac_rag.data.types import Document
 from mac_rag.nn.product_quantizer import ProductQuantizer
-from tests.bank.helpers import alter_setting
+from tests.bank.helpers import alter_setting, settings_of
 from tests.torture.mutations import (
     VALUES,
     Mutations,
@@ -130,13 +130,12 @@ def _one(connection: sqlite3.Connection, rng: random.Random, columns: str, table
 
 
 def _setting(folder: Path, rng: random.Random) -> str:
-    with _database(folder) as connection:
-        name, value = _one(connection, rng, "name, value", "setting WHERE name <> 'crc'")
-        text = mutate_json({"value": json.loads(value)}, rng)
-        try:
-            text = json.dumps(json.loads(text)["value"])
-        except (ValueError, KeyError, RecursionError, TypeError):
-            text = text[:1000]
+    name, value = rng.choice(sorted(settings_of(folder / "bank").items()))
+    text = mutate_json({"value": value}, rng)
+    try:
+        text = json.dumps(json.loads(text)["value"])
+    except (ValueError, KeyError, RecursionError, TypeError):
+        text = text[:1000]
     alter_setting(folder / "bank", name, text)
     return f"{name} {text[:200]}"
 
@@ -155,14 +154,15 @@ def _row(folder: Path, rng: random.Random) -> str:
 
 def _document(folder: Path, rng: random.Random) -> str:
     with _database(folder) as connection:
-        key, *fields = _one(connection, rng, "key, id, content_hash, metadata, added", "document")
+        key, *fields = _one(connection, rng, "key, id, lower(hex(content_hash)), metadata, added", "document")
         place = rng.randrange(4)
-        fields[place] = mutate_json(json.loads(fields[2]), rng) if place == 2 else rng.choice(["", "x", "\x00", "2004"])
+        strange = ["", "2004"] if place == 1 else ["", "x", "\x00", "2004"]
+        fields[place] = mutate_json(json.loads(fields[2]), rng) if place == 2 else rng.choice(strange)
         crc = zlib.crc32("\0".join(fields).encode("utf-8", "surrogatepass"))
         with suppress(sqlite3.IntegrityError):  # an id that another has
             connection.execute(
                 "UPDATE document SET id = ?, content_hash = ?, metadata = ?, added = ?, crc = ? WHERE key = ?",
-                (*fields, crc, key),
+                (fields[0], bytes.fromhex(fields[1]), *fields[2:], crc, key),
             )
     return str(fields)[:300]
 

@@ -8,6 +8,7 @@ it can be made again.
 from __future__ import annotations
 
 import errno
+import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -226,6 +227,7 @@ class Torture(Part):
         for number, (name, make) in enumerate(EXAMPLES.items()):
             example = make(name, place / str(number), model)
             self._trials += [(name, example, how, call) for how in HOWS for call in range(1, example.calls + 1)]
+        random.Random(0).shuffle(self._trials)  # so that a part of a run says something of every change
         self.goal = len(self._trials)
 
     def kind(self, seed: int) -> str:

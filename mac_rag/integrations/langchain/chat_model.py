@@ -18,7 +18,7 @@ from pydantic import Field, PrivateAttr, model_validator
 
 from mac_rag import DEFAULT_MODEL
 from mac_rag.asking import conversation_prompt
-from mac_rag.bank.metadata_filters import Filters
+from mac_rag.data.metadata_filters import Filters
 from mac_rag.data.types import Answer, Source
 from mac_rag.engine import MACEngine
 from mac_rag.errors import BankError, MACError, PromptError

@@ -16,9 +16,9 @@ from langchain_core.documents import Document as LangChainDocument
 from langchain_core.retrievers import BaseRetriever
 from pydantic import BaseModel, Field, PrivateAttr, model_validator
 
-from mac_rag.bank.metadata_filters import Filters, condition
 from mac_rag.data.characters import is_blank
 from mac_rag.data.dates import AsOf, with_written_dates
+from mac_rag.data.metadata_filters import Filters, condition
 from mac_rag.data.types import Document, Source
 from mac_rag.engine import MACEngine
 from mac_rag.errors import BankError, ConfigError, DocumentError
@@ -129,7 +129,7 @@ class WhereMetadata(PassingDocuments[Filters]):
     Args:
         engine: the engine of the bank.
         filters: metadata key -> the value that it must have, a list of values of which it must have one, or operators;
-            see `mac_rag.bank.metadata_filters.condition`.
+            see `mac_rag.data.metadata_filters.condition`.
 
     Raises:
         ConfigError: for an operator that is not supported.
@@ -146,7 +146,7 @@ class WhereMetadata(PassingDocuments[Filters]):
         return self._key
 
     def passes(self, document_id: str, metadata: Mapping[str, Any]) -> bool:
-        """True if the metadata match; see `mac_rag.bank.metadata_filters.condition`."""
+        """True if the metadata match; see `mac_rag.data.metadata_filters.condition`."""
         return self._fits(metadata)
 
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mac_rag.bank.metadata_filters import condition
+from mac_rag.data.metadata_filters import condition
 from mac_rag.errors import ConfigError
 
 STORM: dict[str, Any] = {"year": 2004, "topics": ["press", "work"], "by": "Ada", "date": "3 May 2004", "none": None}
