@@ -47,12 +47,8 @@ def routes(service: Service) -> APIRouter:
     @router.post("/banks", status_code=201)
     async def create_bank(body: NewBank, who: Admin) -> dict[str, Any]:
         """Makes an empty bank."""
-
-        def work(_: object) -> dict[str, Any]:
-            bank = service.create_bank(body.name, who, retriever=body.retriever, keep_texts=body.keep_texts)
-            return bank.info()
-
-        return await service.writes.run(work)
+        make = partial(service.create_bank, body.name, who, retriever=body.retriever, keep_texts=body.keep_texts)
+        return await service.writes.run(lambda _: make().info())
 
     @router.get("/banks/{name}")
     async def bank_info(name: str, request: Request, who: Reader) -> dict[str, Any]:
@@ -173,12 +169,6 @@ def routes(service: Service) -> APIRouter:
     @router.post("/banks/{name}/documents/delete")
     async def delete_documents(name: str, body: DocumentIds, who: Writer) -> dict[str, Any]:
         """Deletes documents; unknown ids are ignored."""
-        if len(body.ids) > service.limits.documents:
-            raise APIError(
-                400,
-                f"the request has {len(body.ids):,} ids, and {service.limits.documents:,} are the most; send several",
-                param="ids",
-            )
         return {"deleted": await _forget(service, name, body.ids, who)}
 
     @router.post("/banks/{name}/search", response_model=None)
@@ -237,16 +227,9 @@ def _documents(service: Service, body: NewDocuments) -> list[Document]:
     """The documents of a body, each of them checked.
 
     Raises:
-        APIError: for too many documents, and as `Limits.fault_of`.
+        APIError: as `Limits.fault_of`.
         MACError: as `Member.of`.
     """
-    most = service.limits.documents
-    if len(body.documents) > most:
-        raise APIError(
-            400,
-            f"the request has {len(body.documents):,} documents, and {most:,} are the most; send several requests",
-            param="documents",
-        )
     documents = [Document(one.id, one.text, one.metadata) for one in body.documents]
     for number, document in enumerate(documents):
         fault = service.limits.fault_of(document)

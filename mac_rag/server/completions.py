@@ -288,6 +288,7 @@ async def _streamed(service: Service, questions: list[ServedQuestion], shape: _S
     """The answers as server-sent events, one after the other. An error before the first piece is a plain response."""
     streams = [service.questions.stream(partial(service.asking.stream, question)) for question in questions]
     first = await anext(streams[0])
+    empty = {"usage": None} if with_usage else {}
 
     async def events() -> AsyncIterator[dict[str, Any]]:
         replies: list[Reply] = []
@@ -295,14 +296,13 @@ async def _streamed(service: Service, questions: list[ServedQuestion], shape: _S
             for index, stream in enumerate(streams):
                 begun = False
                 async for item in first_and_rest(first, stream) if index == 0 else stream:
-                    if isinstance(item, Reply):
-                        if not begun:
-                            yield shape.piece(index, Piece(""), True)
-                        replies.append(item)
-                        yield shape.end(index, item)
-                    else:
-                        yield shape.piece(index, item, not begun)
+                    if isinstance(item, Piece) or not begun:
+                        piece = item if isinstance(item, Piece) else Piece("")
+                        yield {**empty, **shape.piece(index, piece, not begun)}
                         begun = True
+                    if isinstance(item, Reply):
+                        replies.append(item)
+                        yield {**empty, **shape.end(index, item)}
             if with_usage:
                 yield shape.usage(replies)
         finally:
@@ -311,11 +311,7 @@ async def _streamed(service: Service, questions: list[ServedQuestion], shape: _S
                 for stream in streams:
                     await stream.aclose()
 
-    async def with_empty_usage() -> AsyncIterator[dict[str, Any]]:
-        async for content in events():
-            yield {"usage": None, **content}
-
-    return events_of(with_empty_usage() if with_usage else events())
+    return events_of(events())
 
 
 async def first_and_rest(first: Piece | Reply, rest: AsyncIterator[Piece | Reply]) -> AsyncIterator[Piece | Reply]:

@@ -309,15 +309,10 @@ class CompletionRequest(AnswerRequest):
         return self.logprobs
 
 
-class ResponsesMessage(OpenBody):
+class ResponsesMessage(ChatMessage):
     type: Literal["message"] = "message"
     role: Literal["system", "developer", "user", "assistant"]
     content: str | list[TextPart]
-
-    @property
-    def text(self) -> str:
-        """Its text."""
-        return self.content if isinstance(self.content, str) else "\n".join(part.text for part in self.content)
 
 
 class TextFormat(OpenBody):
@@ -357,7 +352,7 @@ class EmbeddingRequest(OpenBody):
 
 class NewBank(Body):
     name: str = Field(max_length=256)
-    retriever: str = "bm25"
+    retriever: Literal["none", "bm25", "minilm", "hybrid"] = "bm25"
     keep_texts: bool | None = None
 
 
@@ -372,12 +367,12 @@ class NewDocument(Body):
 
 
 class NewDocuments(Body):
-    documents: Annotated[list[NewDocument], Field(min_length=1)]
+    documents: Annotated[list[NewDocument], Field(min_length=1, max_length=1_000)]
     wait: bool = Field(True, description="false to get a job at once instead of waiting.")
 
 
 class DocumentIds(Body):
-    ids: Annotated[list[str], Field(min_length=1)]
+    ids: Annotated[list[str], Field(min_length=1, max_length=1_000)]
 
 
 class SearchRequest(Body):

@@ -54,7 +54,6 @@ class Limits:
         document_characters: longest document.
         id_characters: longest id of a document.
         metadata_characters: longest metadata of a document, as JSON.
-        documents: most documents in the body of one request; uploaded files may hold more.
         answer_tokens: longest answer.
         pending: most questions of one key that wait or are answered at a time; one more is refused with 429.
         writes: most changes of banks of one key that wait or run at a time.
@@ -71,7 +70,6 @@ class Limits:
     document_characters: int = 4_000_000
     id_characters: int = 1_000
     metadata_characters: int = 65_536
-    documents: int = 1_000
     answer_tokens: int = 512
     pending: int = 64
     writes: int = 16

@@ -90,7 +90,7 @@ def test_a_field_is_treated_as_the_guide_says(client: httpx.Client, route: str, 
         if field == "stop":
             value = [first["message"]["content"]]
         else:
-            value = {str(number): -100 for number in range(0, 200)}
+            value = {str(number): -100 for number in range(200)}
     response = client.post(f"/v1/{route}", json=plain | (value if field in ("images", "token ids") else {field: value}))
     if here == "refused":
         assert response.status_code == 400, response.text
