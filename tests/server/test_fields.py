@@ -40,7 +40,7 @@ VALUES: dict[str, Any] = {
     "web_search_options": {}, "repetition_penalty": 1.1, "min_tokens": 4, "stop_token_ids": [1], "bad_words": ["a"],
     "prompt_logprobs": 1, "structured_outputs": {"regex": "a"}, "repeat_penalty": 1.1, "grammar": 'root ::= "a"',
     "json_schema": {"type": "object"}, "echo": True, "previous_response_id": "resp_1", "suffix": "a", "best_of": 2,
-    "include": ["message.output_text.logprobs"], "background": True, "dimensions": 64,
+    "background": True, "dimensions": 64,
     "images": {"messages": [{"role": "user", "content": [IMAGE]}]}, "token ids": {"prompt": [1, 2]},
 }  # fmt: skip
 # What the field is sent with, and the response compared with.
