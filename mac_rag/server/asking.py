@@ -132,7 +132,7 @@ class Asking:
         """Answers questions, in batches with those of other threads if possible.
 
         Args:
-            questions: questions that differ only in their texts; or one question with a conversation before it.
+            questions: questions that differ only in their texts.
             cancelled: as `MACEngine.answer` takes it.
 
         Raises:

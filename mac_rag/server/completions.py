@@ -136,10 +136,10 @@ class _Shape:
     def choice(self, index: int, reply: Reply) -> dict[str, Any]:
         raise NotImplementedError
 
-    def piece_choice(self, index: int, text: str | None, first: bool) -> dict[str, Any]:
+    def part(self, text: str | None, first: bool) -> dict[str, Any]:
         raise NotImplementedError
 
-    def logprobs(self, tokens: list[dict[str, Any]] | None) -> dict[str, Any] | None:
+    def logprobs(self, tokens: list[dict[str, Any]] | None, offset: int = 0) -> dict[str, Any] | None:
         raise NotImplementedError
 
     def whole(self, replies: list[Reply]) -> dict[str, Any]:
@@ -154,15 +154,20 @@ class _Shape:
                 choice["confidence"] = reply.confidence
         return {**self._head, "object": self.kind, "choices": choices, "usage": usage_of(replies), **own}
 
-    def piece(self, index: int, piece: Piece, first: bool) -> dict[str, Any]:
-        choice = {**self.piece_choice(index, piece.text, first), "logprobs": self.logprobs(piece.logprobs)}
-        choices = [{"index": index, **choice, "finish_reason": None}]
-        return {**self._head, "object": self.piece_kind, "choices": choices}
+    def _chunk(
+        self, index: int, part: dict[str, Any], logprobs: dict[str, Any] | None = None, finish: str | None = None
+    ) -> dict[str, Any]:
+        choice = {"index": index, **part, "logprobs": logprobs, "finish_reason": finish}
+        return {**self._head, "object": self.piece_kind, "choices": [choice]}
 
-    def end(self, index: int, reply: Reply) -> dict[str, Any]:
-        choice = {**self.piece_choice(index, None, False), "logprobs": None, "finish_reason": _finish(reply)}
-        own = own_fields(reply, self._notes)
-        return {**self._head, "object": self.piece_kind, "choices": [{"index": index, **choice}], **own}
+    def piece(self, index: int, piece: Piece, offset: int | None) -> dict[str, Any]:
+        """A piece after so many characters; None for the first one."""
+        logprobs = self.logprobs(piece.logprobs, offset or 0)
+        return self._chunk(index, self.part(piece.text, offset is None), logprobs)
+
+    def end(self, index: int, reply: Reply, finish: str | None = None) -> dict[str, Any]:
+        chunk = self._chunk(index, self.part(None, False), finish=finish or _finish(reply))
+        return {**chunk, **own_fields(reply, self._notes)}
 
     async def at_once(self, replies: list[Reply], with_usage: bool) -> AsyncIterator[dict[str, Any]]:
         """A stream with each reply as one piece, for replies that are only known as a whole."""
@@ -172,16 +177,8 @@ class _Shape:
             message = whole.pop("message")
             for number, call in enumerate(message.get("tool_calls", ())):
                 call["index"] = number
-            choice = {
-                "index": index,
-                "delta": message,
-                "logprobs": self.logprobs(reply.logprobs),
-                "finish_reason": None,
-            }
-            yield {**self._head, "object": self.piece_kind, "choices": [choice], **empty}
-            end = self.end(index, reply)
-            end["choices"][0] |= {"finish_reason": whole.get("finish_reason", _finish(reply))}
-            yield {**end, **empty}
+            yield {**self._chunk(index, {"delta": message}, self.logprobs(reply.logprobs)), **empty}
+            yield {**self.end(index, reply, whole.get("finish_reason")), **empty}
         if with_usage:
             yield self.usage(replies)
 
@@ -203,11 +200,11 @@ class _Chat(_Shape):
         calls = {"finish_reason": "tool_calls"} if "tool_calls" in message else {}
         return {"index": index, "message": message, **calls}
 
-    def piece_choice(self, index: int, text: str | None, first: bool) -> dict[str, Any]:
+    def part(self, text: str | None, first: bool) -> dict[str, Any]:
         delta: dict[str, Any] = {} if text is None else {"content": text}
         return {"delta": {"role": "assistant", **delta} if first else delta}
 
-    def logprobs(self, tokens: list[dict[str, Any]] | None) -> dict[str, Any] | None:
+    def logprobs(self, tokens: list[dict[str, Any]] | None, offset: int = 0) -> dict[str, Any] | None:
         return None if tokens is None else {"content": tokens, "refusal": None}
 
 
@@ -218,10 +215,10 @@ class _Completion(_Shape):
     def choice(self, index: int, reply: Reply) -> dict[str, Any]:
         return {"index": index, "text": reply.text}
 
-    def piece_choice(self, index: int, text: str | None, first: bool) -> dict[str, Any]:
+    def part(self, text: str | None, first: bool) -> dict[str, Any]:
         return {"text": text or ""}
 
-    def logprobs(self, tokens: list[dict[str, Any]] | None) -> dict[str, Any] | None:
+    def logprobs(self, tokens: list[dict[str, Any]] | None, offset: int = 0) -> dict[str, Any] | None:
         if tokens is None:
             return None
         texts = [token["token"] for token in tokens]
@@ -229,7 +226,7 @@ class _Completion(_Shape):
             "tokens": texts,
             "token_logprobs": [token["logprob"] for token in tokens],
             "top_logprobs": [{one["token"]: one["logprob"] for one in token["top_logprobs"]} for token in tokens],
-            "text_offset": [len("".join(texts[:place])) for place in range(len(texts))],
+            "text_offset": [offset + len("".join(texts[:place])) for place in range(len(texts))],
         }
 
 
@@ -270,10 +267,8 @@ def _replies(service: Service, questions: list[ServedQuestion], gone: Callable[[
     """The answers to questions that differ only in their texts and seeds. Those of one seed share batches."""
     answers: dict[int, Reply] = {}
     for seed in dict.fromkeys(question.sampling.seed for question in questions):
-        some = [place for place, question in enumerate(questions) if question.sampling.seed == seed]
-        # A conversation is answered alone.
-        for places in [some] if not questions[0].before else [[place] for place in some]:
-            answers |= zip(places, service.asking.answer([questions[place] for place in places], gone), strict=True)
+        places = [place for place, question in enumerate(questions) if question.sampling.seed == seed]
+        answers |= zip(places, service.asking.answer([questions[place] for place in places], gone), strict=True)
     return [answers[place] for place in range(len(questions))]
 
 
@@ -294,12 +289,12 @@ async def _streamed(service: Service, questions: list[ServedQuestion], shape: _S
         replies: list[Reply] = []
         try:
             for index, stream in enumerate(streams):
-                begun = False
+                said: int | None = None  # characters
                 async for item in first_and_rest(first, stream) if index == 0 else stream:
-                    if isinstance(item, Piece) or not begun:
+                    if isinstance(item, Piece) or said is None:
                         piece = item if isinstance(item, Piece) else Piece("")
-                        yield {**empty, **shape.piece(index, piece, not begun)}
-                        begun = True
+                        yield {**empty, **shape.piece(index, piece, said)}
+                        said = (said or 0) + len(piece.text)
                     if isinstance(item, Reply):
                         replies.append(item)
                         yield {**empty, **shape.end(index, item)}

@@ -10,6 +10,7 @@ import openai
 import pytest
 
 from mac_rag.engine import MACEngine
+from mac_rag.lm.decoding import Sampling
 from mac_rag.model.calibration import Calibration, Logistic
 from mac_rag.server.catalog import ServedBank
 from mac_rag.server.requests import ChatRequest, CompletionRequest, ResponsesRequest
@@ -62,6 +63,45 @@ class TestOpenAIClient:
         assert chunks[0].choices[0].delta.role == "assistant"
         assert chunks[-2].choices[0].finish_reason == "stop"
         assert chunks[-1].usage.completion_tokens > 0
+
+    def test_tokens_come_with_their_log_probabilities(self, client: openai.OpenAI, engine: MACEngine) -> None:
+        ask: Any = client.chat.completions.create
+        messages = [{"role": "user", "content": "Who opened Basalt Bridge?"}]
+        options: Any = {"model": "tiny:news", "messages": messages, "logprobs": True, "top_logprobs": 2}
+        whole = ask(**options)
+        told = whole.choices[0].logprobs.content
+        assert "".join(token.token for token in told).strip() == whole.choices[0].message.content
+        assert whole.usage.completion_tokens == len(told) > 2
+        [answer] = engine.answer(["Who opened Basalt Bridge?"], sampling=Sampling(log_probabilities=2))
+        expected = [token.log_probability for token in answer.decoded.tokens]
+        assert [token.logprob for token in told] == pytest.approx(expected, abs=1e-4)
+        for token in told:
+            assert bytes(token.bytes).decode() == token.token
+            assert token.top_logprobs[0].logprob == token.logprob  # it is greedy
+            assert len(token.top_logprobs) == 2
+        chunks = [chunk.choices[0] for chunk in ask(**options, stream=True)]
+        streamed = [token for one in chunks if one.logprobs for token in one.logprobs.content]
+        assert [token.token for token in streamed] == [token.token for token in told]
+        text = client.completions.create(model="tiny:news", prompt=messages[0]["content"], logprobs=1).choices[0]
+        assert text.logprobs is not None
+        assert text.logprobs.tokens == [token.token for token in told]
+        assert text.logprobs.text_offset == [len("".join(text.logprobs.tokens[:place])) for place in range(len(told))]
+        response = client.responses.create(model="tiny:news", input=messages[0]["content"], top_logprobs=1)
+        part: Any = response.output[0].content[0]  # type: ignore[union-attr]
+        assert [token.token for token in part.logprobs] == [token.token for token in told]
+
+    def test_several_answers_are_drawn_apart_and_again_alike(self, client: openai.OpenAI) -> None:
+        ask: Any = client.chat.completions.create
+        options: Any = {"model": "tiny", "messages": MESSAGES, "temperature": 2.0, "n": 4}
+        texts = [[choice.message.content for choice in ask(**options, seed=5).choices] for _ in range(2)]
+        assert texts[0] == texts[1]
+        assert len(set(texts[0])) > 1
+        assert [ask(**{**options, "n": 1}, seed=5 + place).choices[0].message.content for place in range(4)] == texts[0]
+        assert len({choice.message.content for choice in ask(**options).choices}) > 1
+        streamed = [""] * 4
+        for chunk in ask(**options, seed=5, stream=True):
+            streamed[chunk.choices[0].index] += chunk.choices[0].delta.content or ""
+        assert streamed == texts[0]
 
     def test_completions_of_several_prompts(self, client: openai.OpenAI, engine: MACEngine) -> None:
         questions = [QUESTION, "Who opened Basalt Bridge?"]
@@ -303,6 +343,10 @@ class TestOwnFields:
             assert "".join(event["choices"][0]["delta"].get("content", "") for event in told) == text
             assert told[-1]["confidence"] == 0.5
         assert self.ask(running)["confidence"] is None
+        # Confidence alone keeps no text back.
+        body = {"model": "tiny:news", "messages": MESSAGES, "min_confidence": 0, "retriever": "none", "stream": True}
+        monkeypatch.setattr(running.service.asking, "answer", None)
+        assert events(running.client().post("/v1/chat/completions", json=body))[-1]["confidence"] == 0.5
 
     def test_filters_and_as_of_hide_documents(self, running: Running) -> None:
         for hidden in ({"filters": {"year": 2004}}, {"as_of": "2004-12"}, {"filters": {"year": [1999, 2004]}}):
