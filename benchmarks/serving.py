@@ -108,7 +108,7 @@ def main(
         say(f"{'files':>12}: " + "; ".join(f"{name} {_all_of(files, name)}" for name in files[0]))
         killed = f"{server.deaths} times the server, {server.killed_workers} workers"
         say(f"{'killed':>12}: {killed}; found {load.found:,} documents as acknowledged")
-        faults = [*load.faults, *memory.faults(warm=mixed / _PARTS >= _WARM_UP), *_grown(files)]
+        faults = [*load.faults, *memory.faults(warm=mixed / _PARTS >= _WARM_UP), *grown(files)]
         faults += [f"{len(times):,} times {kind}" for kind, times in latencies.items() if kind.startswith("error")]
     if faults:
         for fault, count in Counter(faults).most_common(20):
@@ -275,7 +275,7 @@ def _all_of(files: Sequence[Mapping[str, int]], name: str) -> str:
     return ", ".join(f"{one[name] / 1024:,.0f}" for one in files) + " KiB"
 
 
-def _grown(files: Sequence[Mapping[str, int]]) -> list[str]:
+def grown(files: Sequence[Mapping[str, int]]) -> list[str]:
     """Files that have grown from the second rest to the last."""
     first, last = files[1], files[-1]
     return [

@@ -61,9 +61,19 @@ class ServedQuestion:
     hits: tuple[Hit, ...] | None = None
 
     @property
-    def remembers(self) -> bool:
-        """True if memory is used."""
-        return self.bank is not None and self.use_memory
+    def seen(self) -> dict[str, Any]:
+        """What of the bank has influence, as every method of an engine takes it."""
+        return {
+            "use_memory": self.bank is not None and self.use_memory,
+            "allowed": self.allowed,
+            "as_of": self.as_of,
+        }
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """How it is answered, as `MACEngine.answer` and `stream` take it."""
+        decoding = {"max_new_tokens": self.max_new_tokens, "sampling": self.sampling}
+        return {**self.seen, **decoding, "memory_weight": self.memory_weight}
 
 
 class Piece(NamedTuple):
@@ -146,15 +156,10 @@ class Asking:
         with self._metrics.part("answer"):
             answers = self._engine(like).answer(
                 [question.text for question in questions] if prompts is None else [prompt for prompt, _ in prompts],
-                use_memory=like.remembers,
+                **like.settings,
                 use_retriever=like.use_retriever,
                 k=like.k,
-                memory_weight=like.memory_weight,
-                allowed=like.allowed,
-                as_of=like.as_of,
                 overflow="truncate",
-                max_new_tokens=like.max_new_tokens,
-                sampling=like.sampling,
                 sources=0 if prompts is not None or like.bank is None else like.sources,
                 min_confidence=like.min_confidence,
                 cancelled=cancelled,
@@ -191,15 +196,7 @@ class Asking:
         fit = None if question.min_confidence is None else calibration_of(self._alone.model, mode_of(prompt))
         said = Decoded("")
         with self._metrics.part("stream"):
-            for piece in self._engine(question).stream(
-                prompt,
-                use_memory=question.remembers,
-                memory_weight=question.memory_weight,
-                allowed=question.allowed,
-                as_of=question.as_of,
-                max_new_tokens=question.max_new_tokens,
-                sampling=question.sampling,
-            ):
+            for piece in self._engine(question).stream(prompt, **question.settings):
                 logprobs = self._logprobs(question, piece.tokens, said.tokens)
                 said = Decoded(said + piece, said.tokens + piece.tokens, piece.ended)
                 if piece or logprobs:
@@ -207,8 +204,8 @@ class Asking:
         reply = self._counted(question, said, len(prompt.ids))
         reply.retrieved, reply.truncated = [hit.document_id for hit in hits], prompt.truncated
         if fit is not None:
-            seen = {"use_memory": question.remembers, "allowed": question.allowed, "as_of": question.as_of}
-            [reply.confidence] = fit.probability(self._engine(question).evidence([prompt], [said], **seen)).tolist()
+            evidence = self._engine(question).evidence([prompt], [said], **question.seen)
+            [reply.confidence] = fit.probability(evidence).tolist()
         reply.sources = self._sources(question, reply.text, hits, prompt)
         yield reply
 
@@ -272,10 +269,7 @@ class Asking:
             return model.fit_to_window(question.text, texts, overflow="truncate", max_new_tokens=longest)
 
         hits = self._retrieved(question)
-        prompt = self._engine(question).fit(
-            hits, write, use_memory=question.remembers, allowed=question.allowed, as_of=question.as_of
-        )
-        return prompt, hits
+        return self._engine(question).fit(hits, write, **question.seen), hits
 
     def _counted(self, question: ServedQuestion, said: Decoded, prompt_tokens: int) -> Reply:
         tokens = len(said.tokens)
@@ -313,12 +307,5 @@ class Asking:
         if question.bank is None or not question.sources:
             return ()
         with self._metrics.part("sources"):
-            return question.bank.engine.sources(
-                prompt,
-                answer,
-                most=question.sources,
-                texts=texts_read(hits, prompt),
-                use_memory=question.remembers,
-                allowed=question.allowed,
-                as_of=question.as_of,
-            )
+            texts = texts_read(hits, prompt)
+            return question.bank.engine.sources(prompt, answer, most=question.sources, texts=texts, **question.seen)
