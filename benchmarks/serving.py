@@ -30,7 +30,9 @@ if TYPE_CHECKING:
 MIXED = {"ask": 54, "stream": 14, "put": 11, "delete": 6, "upload": 6, "job": 5, "cancel": 4}
 KEYS = ("amber", "birch", "cedar")  # each has a bank of its own name, which the others do not see
 _PARTS = 8  # of the mixed load
-_EVERY = 2.0  # seconds between two measurements of memory, and about between two kills of worker processes
+_EVERY = 2.0  # seconds between two measurements of memory
+_PAUSE = 20.0  # most seconds between two kills of worker processes, at most as long as a part
+_CRASHED = "its reader has crashed"  # what a job says of a file whose conversion was killed twice
 _REST = 15.0  # seconds of rest after each part, at most as long as the part itself
 _NAMES = 6  # documents of each kind that a client puts, again and again
 _OPEN = ("waiting", "running")
@@ -93,7 +95,8 @@ def main(
         files: list[dict[str, int]] = []
         with Memory(server) as memory:
             for part in range(_PARTS):
-                with Killing(server, whole=mixed / _PARTS / 2 if part == 0 else None, seed=seed + part):
+                pause, whole = min(_PAUSE, mixed / _PARTS), mixed / _PARTS / 2 if part == 0 else None
+                with Killing(server, pause, whole=whole, seed=seed + part):
                     for kind, times in run_load(load.any, clients, mixed / _PARTS, seed + part).items():
                         latencies[kind] += times
                 load.check()
@@ -109,6 +112,8 @@ def main(
         killed = f"{server.deaths} times the server, {server.killed_workers} workers"
         say(f"{'killed':>12}: {killed}; found {load.found:,} documents as acknowledged")
         faults = [*load.faults, *memory.faults(warm=mixed / _PARTS >= _WARM_UP), *grown(files)]
+        if 2 * len(latencies["crashed"]) > server.killed_workers:
+            faults.append(f"more files were left out than {server.killed_workers} kills of workers tell")
         faults += [f"{len(times):,} times {kind}" for kind, times in latencies.items() if kind.startswith("error")]
     if faults:
         for fault, count in Counter(faults).most_common(20):
@@ -196,12 +201,13 @@ class Killing:
 
     Args:
         server: the server.
+        pause: most seconds between two kills.
         whole: seconds after which the server itself is killed, too; None not to.
         seed: random seed of the times.
     """
 
-    def __init__(self, server: Served, *, whole: float | None, seed: int) -> None:
-        self._server, self._whole, self._chance = server, whole, random.Random(seed)
+    def __init__(self, server: Served, pause: float, *, whole: float | None, seed: int) -> None:
+        self._server, self._pause, self._whole, self._chance = server, pause, whole, random.Random(seed)
         self._end = threading.Event()
         self._thread = threading.Thread(target=self._kill)
 
@@ -216,7 +222,7 @@ class Killing:
         if self._whole is not None:
             self._end.wait(self._whole)
             self._server.kill()
-        while not self._end.wait(self._chance.uniform(0, 2 * _EVERY)):
+        while not self._end.wait(self._chance.uniform(0, self._pause)):
             self._server.kill_workers()
 
 
@@ -305,7 +311,7 @@ class KilledError(Exception):
 
 
 class Load:
-    """Requests to a server. Each returns its kind: `busy` for a 429, `killed`, `error` with the status otherwise.
+    """Requests to a server. Each returns its kind: `busy` for a 429, `killed`, `crashed`, `error` with what is wrong.
 
     A client changes only its own documents, one request at a time, so it knows the version of each that must be there.
 
@@ -411,6 +417,9 @@ class Load:
                     self._look(key, names, version)
                     return kind
                 done = self._ended(key, job)
+                if done["left_out"] and all(_CRASHED in one["reason"] for one in done["left_out"]):
+                    self._look(key, names, version)
+                    return "crashed"
                 if done["state"] != "done" or done["left_out"]:
                     self.faults.append(f"a job ended as {done['state']}: {done['error']} {done['left_out']}"[:300])
                     self._look(key, names, version)

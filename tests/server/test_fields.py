@@ -96,7 +96,7 @@ def test_a_field_is_treated_as_the_guide_says(
     if field == "stop":
         value = before.json()["choices"][0]["message"]["content"][1:3]
     elif field == "logit_bias":
-        value = {str(token): -100 for token in range(0, len(model.base_lm.tokenizer), 2)}
+        value = {str(token): -100 for token in range(0, min(len(model.base_lm.tokenizer), 2_000), 2)}
     response = client.post(f"/v1/{route}", json=plain | (value if field in ("images", "token ids") else {field: value}))
     if here == "refused":
         assert response.status_code == 400, response.text
