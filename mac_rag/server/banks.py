@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Annotated, Any
 
@@ -14,7 +14,7 @@ from mac_rag.data.provenance import Member
 from mac_rag.data.types import Document
 from mac_rag.retrieval.base import Hit
 from mac_rag.server.api_errors import APIError, no_such_bank
-from mac_rag.server.catalog import ServedBank
+from mac_rag.server.catalog import ServedBank, no_such_document
 from mac_rag.server.jobs import Job, Upload
 from mac_rag.server.keys import Principal
 from mac_rag.server.requests import (
@@ -161,15 +161,15 @@ def routes(service: Service) -> APIRouter:
     @router.delete("/banks/{name}/document")
     async def delete_document(name: str, who: Writer, id: str) -> dict[str, Any]:
         """Deletes one document."""
-        gone = await _forget(service, name, [id], who)
+        gone = await service.writes.run(lambda _: service.forget(name, [id], who))
         if not gone:
-            raise APIError(404, f"there is no document {id!r:.200} in this bank", code="document_not_found")
+            raise no_such_document(id)
         return {"deleted": gone}
 
     @router.post("/banks/{name}/documents/delete")
     async def delete_documents(name: str, body: DocumentIds, who: Writer) -> dict[str, Any]:
         """Deletes documents; unknown ids are ignored."""
-        return {"deleted": await _forget(service, name, body.ids, who)}
+        return {"deleted": await service.writes.run(lambda _: service.forget(name, body.ids, who))}
 
     @router.post("/banks/{name}/search", response_model=None)
     async def search(name: str, body: SearchRequest, request: Request, who: Reader) -> Response:
@@ -248,19 +248,6 @@ def _started(service: Service, bank: ServedBank, who: Principal, keep: Callable[
     except BaseException:
         upload.remove()
         raise
-
-
-async def _forget(service: Service, name: str, ids: Iterable[str], who: Principal) -> list[str]:
-    bank: ServedBank = service.bank(name, who)
-    wanted = list(ids)
-
-    def work(_: object) -> list[str]:
-        gone = bank.forget(wanted)
-        if gone:
-            service.audit.note(who.name, "documents.delete", name, ids=gone)
-        return gone
-
-    return await service.writes.run(work)
 
 
 def _job(service: Service, job_id: str, who: Principal) -> Job:

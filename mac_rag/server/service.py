@@ -7,7 +7,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
@@ -197,6 +197,13 @@ class Service:
         bank.engine.on_batch = self.metrics.batch
         self.audit.note(who.name, "bank.rename", name, new=new)
         return bank
+
+    def forget(self, name: str, document_ids: Sequence[str], who: Principal) -> list[str]:
+        """Deletes documents of a bank that the principal may see; as `ServedBank.forget`."""
+        gone = self.bank(name, who).forget(document_ids)
+        if gone:
+            self.audit.note(who.name, "documents.delete", name, ids=gone)
+        return gone
 
     def _check_name(self, name: str, who: Principal) -> None:
         if not who.sees(name):
