@@ -196,7 +196,7 @@ def _add_errors(app: FastAPI) -> None:
 
 
 # In the location of a fault, FastAPI names the branch of a union like a field: `stop.list[constrained-str]`.
-_BRANCH = re.compile(r"str|bool|int|float|none|(constrained-|list\[|dict\[|function-|nullable\[).*")
+_BRANCH = re.compile(r"str|bool|int|float|none|\[key\]|(constrained-|list\[|dict\[|function-|nullable\[).*")
 _WRONG_KIND = {"string_type", "list_type", "bool_type", "none_required", "dict_type"}
 
 

@@ -222,11 +222,15 @@ class _Completion(_Shape):
         if tokens is None:
             return None
         texts = [token["token"] for token in tokens]
+        if not offset:  # the text begins without the space of its first token
+            places = [len("".join(texts[:place]).lstrip()) for place in range(len(texts))]
+        else:
+            places = [offset + len("".join(texts[:place])) for place in range(len(texts))]
         return {
             "tokens": texts,
             "token_logprobs": [token["logprob"] for token in tokens],
             "top_logprobs": [{one["token"]: one["logprob"] for one in token["top_logprobs"]} for token in tokens],
-            "text_offset": [offset + len("".join(texts[:place])) for place in range(len(texts))],
+            "text_offset": places,
         }
 
 

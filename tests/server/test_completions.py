@@ -85,7 +85,8 @@ class TestOpenAIClient:
         text = client.completions.create(model="tiny:news", prompt=messages[0]["content"], logprobs=1).choices[0]
         assert text.logprobs is not None
         assert text.logprobs.tokens == [token.token for token in told]
-        assert text.logprobs.text_offset == [len("".join(text.logprobs.tokens[:place])) for place in range(len(told))]
+        for token, place in zip(text.logprobs.tokens, text.logprobs.text_offset, strict=True):
+            assert text.text[place:].startswith(token if place else token.lstrip())
         response = client.responses.create(model="tiny:news", input=messages[0]["content"], top_logprobs=1)
         part: Any = response.output[0].content[0]  # type: ignore[union-attr]
         assert [token.token for token in part.logprobs] == [token.token for token in told]
