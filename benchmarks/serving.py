@@ -38,7 +38,7 @@ _NAMES = 6  # documents of each kind that a client puts, again and again
 _OPEN = ("waiting", "running")
 _FLAT = 1.05  # most growth after the warm-up
 _FILES_SLACK = 1 << 16  # bytes: a few pages of a database
-_WARM_UP = 60.0  # seconds after which memory counts as warm; a shorter run does not judge it
+_WARM_UP = 60.0  # seconds of a part after which memory and files may grow no more; a shorter run does not judge them
 
 
 def main(
@@ -111,7 +111,7 @@ def main(
         say(f"{'files':>12}: " + "; ".join(f"{name} {_all_of(files, name)}" for name in files[0]))
         killed = f"{server.deaths} times the server, {server.killed_workers} workers"
         say(f"{'killed':>12}: {killed}; found {load.found:,} documents as acknowledged")
-        faults = [*load.faults, *memory.faults(warm=mixed / _PARTS >= _WARM_UP), *grown(files)]
+        faults = [*load.faults, *(memory.faults() + grown(files) if mixed / _PARTS >= _WARM_UP else [])]
         if 2 * len(latencies["crashed"]) > server.killed_workers:
             faults.append(f"more files were left out than {server.killed_workers} kills of workers tell")
         faults += [f"{len(times):,} times {kind}" for kind, times in latencies.items() if kind.startswith("error")]
@@ -260,10 +260,10 @@ class Memory:
         resting = ", ".join(f"{size:,}" for size in self._resting)
         return f"{self._seen[0]:,} MiB at the beginning, {max(self._seen):,} at most; at rest {resting}"
 
-    def faults(self, *, warm: bool) -> list[str]:
-        """Growth from the second rest to the last; without `warm`, the second one says nothing."""
+    def faults(self) -> list[str]:
+        """Growth from the second rest to the last."""
         first, last = self._resting[1], self._resting[-1]
-        return [f"memory at rest grew from {first:,} to {last:,} MiB"] if warm and last > _FLAT * first else []
+        return [f"memory at rest grew from {first:,} to {last:,} MiB"] if last > _FLAT * first else []
 
 
 def sizes(folder: Path) -> dict[str, int]:

@@ -19,10 +19,9 @@ def test_memory_tells_what_is_held_at_rest() -> None:
         if size in (210, 220):
             memory.rests()
     assert memory.described() == "100 MiB at the beginning, 500 at most; at rest 210, 220"
-    assert memory.faults(warm=True) == []
+    assert memory.faults() == []
     memory._resting.append(232)
-    assert memory.faults(warm=True) == ["memory at rest grew from 220 to 232 MiB"]
-    assert memory.faults(warm=False) == []
+    assert memory.faults() == ["memory at rest grew from 220 to 232 MiB"]
 
 
 def test_files_that_grow_are_named() -> None:

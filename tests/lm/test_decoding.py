@@ -145,11 +145,11 @@ def test_tokens_come_with_their_log_probabilities(lm: BaseLM) -> None:
         logits = lm.answer_logits([prompt], [ids], None).log_softmax(-1)
         expected = logits.gather(-1, torch.tensor(ids)[:, None])[:, 0].tolist()
         for tokens in (answer.tokens, streamed):
-            assert [token.log_probability for token in tokens] == pytest.approx(expected, abs=1e-4)
+            assert [token.log_probability for token in tokens] == pytest.approx(expected, abs=1e-3)
             for token, row in zip(tokens, logits, strict=True):
                 values, best = row.topk(3)
                 assert [one for one, _ in token.alternatives] == best.tolist()
-                assert [value for _, value in token.alternatives] == pytest.approx(values.tolist(), abs=1e-4)
+                assert [value for _, value in token.alternatives] == pytest.approx(values.tolist(), abs=1e-3)
 
 
 def test_a_stop_string_ends_an_answer_and_is_no_part_of_it(lm: BaseLM) -> None:
