@@ -40,7 +40,7 @@ def test_quantiles() -> None:
 
 @pytest.mark.slow
 def test_a_load_run(capsys: pytest.CaptureFixture[str]) -> None:
-    main(model="mac-tiny", documents=20, clients=6, seconds=1, mixed=16, seed=0)
+    main(model="mac-tiny", documents=20, clients=6, seconds=1, mixed=8, seed=0)
     printed = capsys.readouterr().out
     names = "engine|one client|6 clients|mixed|memory|files|killed"
     assert len(re.findall(rf"^ *({names}): ", printed, re.MULTILINE)) == 7, printed
