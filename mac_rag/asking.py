@@ -285,9 +285,12 @@ def _answered(batch: Sequence[_Prepared], settings: Settings, reader: Reader) ->
             share,
             unread,
             found,
+            decoded=decoded,
+            prompt_tokens=len(one.prompt.ids),
         )
-        for one, text, share, found in zip(
+        for one, decoded, text, share, found in zip(
             batch,
+            texts,
             in_their_letters(reader, prompts, texts, sources, settings.allowed, with_memory=settings.use_memory),
             discarded,
             sources,

@@ -42,7 +42,7 @@ from mac_rag.batching_queue import BatchingQueue, isolating_errors
 from mac_rag.config import AttentionConfig, BoundConfig
 from mac_rag.data.characters import check_text
 from mac_rag.data.dates import AsOf, moment_of_question
-from mac_rag.data.types import AdaptReport, Answer, Document, Source
+from mac_rag.data.types import AdaptReport, Answer, Decoded, Document, Source
 from mac_rag.errors import ConfigError, MACError
 from mac_rag.lm.decoding import GREEDY, Sampling
 from mac_rag.lm.prompt import FittedPrompt
@@ -409,7 +409,7 @@ class MACEngine:
         overflow: Literal["error", "truncate"] = "error",
         max_new_tokens: int | None = None,
         sampling: Sampling = GREEDY,
-    ) -> Iterator[str]:
+    ) -> Iterator[Decoded]:
         """Yields the answer to one question piece by piece; the joined pieces equal what `answer` returns.
 
         Takes the arguments of `answer`.
@@ -444,16 +444,17 @@ class MACEngine:
             )
             if not self.model.base_lm.keeps_letters:  # the whole answer tells which letters its document has
 
-                def whole(parts: Iterator[str] = pieces) -> Iterator[str]:
-                    text = "".join(parts)
-                    yield from filter(
-                        None, in_their_letters(self._reader, [prompt], [text], [()], allowed, with_memory=use_memory)
+                def whole(parts: Iterator[Decoded] = pieces) -> Iterator[Decoded]:
+                    said = list(parts)
+                    [text] = in_their_letters(
+                        self._reader, [prompt], ["".join(said)], [()], allowed, with_memory=use_memory
                     )
+                    yield Decoded(text, (token for piece in said for token in piece.tokens), any(p.ended for p in said))
 
                 pieces = whole()
             first = self._some_of(pieces)
 
-        def locked() -> Iterator[str]:
+        def locked() -> Iterator[Decoded]:
             some = first
             while True:
                 for piece in some:
@@ -465,7 +466,7 @@ class MACEngine:
 
         return locked()
 
-    def _some_of(self, pieces: Iterator[str]) -> list[str | None]:
+    def _some_of(self, pieces: Iterator[Decoded]) -> list[Decoded | None]:
         """The next piece of a stream; while others wait, also the pieces of the next `_STREAM_TURN` seconds.
 
         None marks the end of the stream.
@@ -638,13 +639,14 @@ class MACEngine:
         *,
         use_memory: bool = True,
         allowed: Container[str] | None = None,
+        as_of: AsOf = None,
     ) -> Tensor:
         """Evidence about answers, from which their confidence is computed: see `mac_rag.asking.evidence_of`.
 
         Args:
             prompts: B prompts, as `MACModel.fit_to_window` makes them.
             answers: their B answers.
-            use_memory, allowed: as they were passed to `answer`.
+            use_memory, allowed, as_of: as they were passed to `answer`.
 
         Returns:
             `[B, len(mac_rag.model.calibration.EVIDENCE)]`, on the CPU.
@@ -653,8 +655,9 @@ class MACEngine:
             BankError: with `use_memory`, for an empty bank, or if none of its documents is allowed.
             ConfigError: for the strategy sharded.
         """
+        moment = moment_of_question(as_of)
         with self._queue.turn(), self._question():
-            known = self._known(allowed, None)
+            known = self._known(allowed, moment)
             phi = aggregate_prompts(self._reader, prompts, known).phi if use_memory else None
             return evidence_from(self._reader, prompts, answers, phi, known)
 

@@ -236,7 +236,7 @@ class AmortizedControls(Controls):
         def answer(numbers: Sequence[int]) -> list[str]:
             phi = torch.stack([self._ranked.tokens(rows[number]) for number in numbers])
             prompts = [self._fitted(number) for number in numbers]
-            return self.model.generate(prompts, modulation=phi)
+            return list(self.model.generate(prompts, modulation=phi))
 
         return Control(name, answer, self._owners(rows), k)
 

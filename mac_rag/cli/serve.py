@@ -104,7 +104,7 @@ def serve(
         raise ConfigError(f"--replicas {replicas} needs --ray; add --ray, or leave --replicas out")
     if device_map is not None and ray:
         raise ConfigError(f"--device-map {device_map} does not work with --ray; leave one of them out")
-    from mac_rag.server.app import is_loopback, run
+    from mac_rag.server.app import Access, is_loopback, run
     from mac_rag.server.service import Limits
 
     has_keys = _store(data).was_used
@@ -121,14 +121,8 @@ def serve(
         say(f"no key is left, so nobody is let in: mac-rag key add NAME --data {data}", err=True)
     limits = Limits(pending=pending, question_seconds=seconds, requests_per_minute=requests_per_minute)
     service = _service(data, model, model_name, limits, device_map, (replicas or _REPLICAS) if ray else None)
-    run(
-        service,
-        host=host,
-        port=port,
-        anyone=not has_keys,
-        any_host=not is_loopback(host),
-        origins=(allow_origin or "").split(),
-    )
+    access = Access(not has_keys, not is_loopback(host), (allow_origin or "").split())
+    run(service, host=host, port=port, access=access)
 
 
 def mcp(data: DataOption, model: ModelOption = DEFAULT_MODEL, device_map: DeviceMapOption = None) -> None:

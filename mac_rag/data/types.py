@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from datetime import datetime
-from typing import Any
+from typing import Any, NamedTuple
 
 from mac_rag.data.dates import date_in, superseded_in, with_written_dates
 from mac_rag.errors import ConfigError, DataError
@@ -221,7 +221,39 @@ class Source:
         return None if self.text is None or self.span is None else self.text[slice(*self.span)]
 
 
-@dataclass(frozen=True)
+class Token(NamedTuple):
+    """A token of an answer.
+
+    Attributes:
+        id: its id.
+        log_probability: of the token under the LM with its memory, before temperature, bias and penalties; None unless
+            `Sampling.log_probabilities` asked for it.
+        alternatives: the most probable tokens in its place, each with its log-probability.
+    """
+
+    id: int
+    log_probability: float | None = None
+    alternatives: tuple[tuple[int, float], ...] = ()
+
+
+class Decoded(str):
+    """A text that an LM has written, or a piece of it.
+
+    Attributes:
+        tokens: its tokens, without the one that ends an answer.
+        ended: True if an end token or a stop string ended the answer; only the last piece may say so.
+    """
+
+    tokens: tuple[Token, ...]
+    ended: bool
+
+    def __new__(cls, text: str, tokens: Iterable[Token] = (), ended: bool = False) -> Decoded:
+        made = super().__new__(cls, text)
+        made.tokens, made.ended = tuple(tokens), ended
+        return made
+
+
+@dataclass(frozen=True, slots=True)
 class Answer:
     """An answer and what the LM read for it.
 
@@ -248,6 +280,8 @@ class Answer:
             `min_confidence` was given.
         guess: the LM's answer if its confidence is below `min_confidence`, so that `text` says "I don't know";
             otherwise None.
+        decoded: the answer as the LM wrote it, with its tokens; None if no LM did.
+        prompt_tokens: number of tokens of the prompt.
     """
 
     text: str
@@ -259,6 +293,8 @@ class Answer:
     sources: tuple[Source, ...] = ()
     confidence: float | None = None
     guess: str | None = None
+    decoded: Decoded | None = field(default=None, repr=False, compare=False)
+    prompt_tokens: int = field(default=0, repr=False, compare=False)
 
     @property
     def said(self) -> str:

@@ -15,6 +15,7 @@ from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
 from mac_rag.config import BaseLMConfig, ModulationConfig, PromptFormat
+from mac_rag.data.types import Decoded, Token
 from mac_rag.errors import ModelLoadError
 from mac_rag.lm.architectures import architecture_of
 from mac_rag.lm.batching import pad_rows
@@ -28,6 +29,7 @@ from mac_rag.lm.decoding import (
     SpanSource,
     TokenChoice,
     abstention_beginning,
+    log_probabilities,
     numeral_tokens,
 )
 from mac_rag.lm.devices import DeviceMap, device_of
@@ -245,7 +247,7 @@ class BaseLM(nn.Module):
         weights: Sequence[float] | None = None,
         sampling: Sampling = GREEDY,
         sources: Sequence[Sequence[SpanSource]] | None = None,
-    ) -> list[str]:
+    ) -> list[Decoded]:
         """Answers a batch of prompts, greedily or by sampling.
 
         Args:
@@ -263,11 +265,19 @@ class BaseLM(nn.Module):
         live = torch.arange(rows, device=self.device)  # rows that the steps still decode
         kept: Tensor | None = None
         generated: list[Tensor] = []
+        lengths = torch.zeros_like(live)
+        recorded: list[dict[int, Token]] = []  # of each step, by the rows
         while len(generated) < max_new_tokens and not ended.all():
             tokens = torch.full((rows,), self.tokenizer.pad_token_id, device=self.device)
-            tokens[live] = steps.send(kept)[: len(live)]
+            chosen, logits = (part[: len(live)] for part in steps.send(kept))
+            tokens[live] = chosen
+            if sampling.log_probabilities is not None:
+                told = log_probabilities(logits, chosen, sampling.log_probabilities)
+                recorded.append(dict(zip(live.tolist(), told)))
             generated.append(tokens.masked_fill(ended, self.tokenizer.pad_token_id))
-            ended |= self.ends(generated[-1])
+            goes_on = ~ended & ~self.ends(generated[-1])
+            lengths += goes_on
+            ended = ~goes_on
             if sampling.stop:
                 texts = self._decoded(torch.stack(generated, 1))
                 ended |= torch.tensor([sampling.until_stop(text)[1] for text in texts], device=self.device)
@@ -276,8 +286,17 @@ class BaseLM(nn.Module):
                 kept = None  # dropping few rows costs more than continuing with them
             else:
                 live = live[kept]
-        texts = self._decoded(torch.stack(generated, 1))
-        return [sampling.until_stop(text)[0].strip() for text in texts]
+        ids = torch.stack(generated, 1)
+        return [
+            Decoded(
+                sampling.until_stop(text)[0].strip(),
+                (recorded[step][row] if recorded else Token(token) for step, token in enumerate(said[:length])),
+                has_ended,
+            )
+            for row, (text, said, length, has_ended) in enumerate(
+                zip(self._decoded(ids), ids.tolist(), lengths.tolist(), ended.tolist(), strict=True)
+            )
+        ]
 
     @torch.no_grad()
     def steps(
@@ -319,27 +338,35 @@ class BaseLM(nn.Module):
         weights: Sequence[float] | None = None,
         sampling: Sampling = GREEDY,
         sources: Sequence[Sequence[SpanSource]] | None = None,
-    ) -> Iterator[str]:
-        """Yields the answer to one prompt piece by piece. Joined, the pieces are what `generate` returns."""
+    ) -> Iterator[Decoded]:
+        """Yields the answer to one prompt piece by piece. Joined, the pieces are what `generate` returns.
+
+        The last piece is empty if its tokens have no text of their own.
+        """
         generated: list[int] = []
+        waiting: list[Token] = []  # tokens that no piece has yet
         sent = text = ""
-        for tokens in islice(self._decode([prompt], modulation, weights, sampling, sources), max_new_tokens):
+        ended = False
+        for tokens, logits in islice(self._decode([prompt], modulation, weights, sampling, sources), max_new_tokens):
             token = int(tokens[0])
             if token in self.end_tokens:
+                ended = True
                 break
             generated.append(token)
+            most = sampling.log_probabilities
+            waiting += [Token(token)] if most is None else log_probabilities(logits[:1], tokens[:1], most)
             decoded = self.tokenizer.decode(generated, skip_special_tokens=True).lstrip()
-            text, stopped = sampling.until_stop(decoded)
-            if stopped:
+            text, ended = sampling.until_stop(decoded)
+            if ended:
                 break
             # Hold back an incomplete character (it may need several tokens) and a trailing space (the answer may end).
             whole = sampling.settled(text).rstrip("\N{REPLACEMENT CHARACTER}").rstrip()
             if len(whole) > len(sent):
-                yield whole[len(sent) :]
-                sent = whole
+                yield Decoded(whole[len(sent) :], waiting)
+                sent, waiting = whole, []
         rest: str = text.rstrip()[len(sent) :]
-        if rest:
-            yield rest
+        if rest or waiting:
+            yield Decoded(rest, waiting, ended)
 
     def _decode(
         self,
@@ -348,11 +375,12 @@ class BaseLM(nn.Module):
         weights: Sequence[float] | None,
         sampling: Sampling = GREEDY,
         sources: Sequence[Sequence[SpanSource]] | None = None,
-    ) -> Generator[Tensor, Tensor | None, None]:
+    ) -> Generator[tuple[Tensor, Tensor], Tensor | None, None]:
         """Unbounded decoding: yields the next tokens `[B]`, or `[2B]` if decoding with and without memory.
 
-        The halves of `[2B]` are equal. To continue with a subset of the rows, send a tensor of their indices, below B;
-        all other rows end.
+        With them come their logits, `[B, vocabulary]` or `[2B, vocabulary]`, before bias and penalties. The halves of
+        `[2B]` are equal. To continue with a subset of the rows, send a tensor of their indices, below B; all other rows
+        end.
 
         Args:
             prompts: token ids of the rows.
@@ -366,17 +394,17 @@ class BaseLM(nn.Module):
         ids, mask, positions, segment_ids = self._padded(prompts, modulation)
         cache = growing(self._cache(modulation))
         segments = self.architecture.segment_arguments(segment_ids)
-        written = ids  # prompts, and answers so far
-        extractive = self._extractive(sources, ids.shape[1], modulation, ensemble)
-        abstaining = self._abstaining(ids.shape[1])
+        written, prompt_length = ids, ids.shape[1]  # prompts, and answers so far
+        extractive = self._extractive(sources, prompt_length, modulation, ensemble)
+        abstaining = self._abstaining(prompt_length)
         while True:
             output = self._read(ids, mask, positions, cache, modulation, segments)
             cache, logits = growing(output.past_key_values), output.logits[:, -1]
             for processor in (abstaining, extractive, ensemble):
                 if processor:
                     logits = processor(written, logits)
-            tokens = choose(logits)
-            kept = yield tokens
+            tokens = choose(logits, written[:, prompt_length:])
+            kept = yield tokens, logits
             if kept is not None:
                 choose = choose.of(kept)
                 modulation = modulation and modulation.after_cache(kept)

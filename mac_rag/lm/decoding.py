@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from string import ascii_letters
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor
 from transformers import LogitsProcessor
 
+from mac_rag.data.types import Token
 from mac_rag.errors import ConfigError
 from mac_rag.lm.prompt import PromptEncoder
 from mac_rag.lm.text_tokenizer import TextTokenizer
@@ -32,6 +34,13 @@ class Sampling:
         seed: random seed of each answer. Equal seeds give equal answers to equal prompts, whatever else is in the
             batch, up to rounding of the logits. None draws new seeds each time, from torch's default generator.
         stop: strings that end an answer. The answer does not contain them.
+        top_k: draws from at most so many of the most probable tokens; 0 for all.
+        min_p: draws from tokens that are at least this times as probable as the most probable one.
+        presence_penalty: is taken from the logits of tokens that the answer has already.
+        frequency_penalty: is taken from them for each time that the answer has them.
+        bias: token ids, and what is added to their logits.
+        log_probabilities: most alternatives to record with the log-probability of each token, see `Token`; None to
+            record neither.
 
     Raises:
         ConfigError: for a value outside of its range.
@@ -41,6 +50,12 @@ class Sampling:
     top_p: float = 1.0
     seed: int | None = None
     stop: tuple[str, ...] = ()
+    top_k: int = 0
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    bias: tuple[tuple[int, float], ...] = ()
+    log_probabilities: int | None = None
 
     def __post_init__(self) -> None:
         if not 0 <= self.temperature < float("inf"):
@@ -49,6 +64,10 @@ class Sampling:
             raise ConfigError(f"top_p is {self.top_p}; give a number above 0 and at most 1")
         if isinstance(self.stop, str) or not all(self.stop):
             raise ConfigError(f"stop is {self.stop!r}; give a tuple of strings that are not empty")
+        if self.top_k < 0:
+            raise ConfigError(f"top_k is {self.top_k}; give a number of tokens, or 0 for all")
+        if not 0 <= self.min_p <= 1:
+            raise ConfigError(f"min_p is {self.min_p}; give a number from 0 to 1")
 
     def until_stop(self, text: str) -> tuple[str, bool]:
         """The text before the first stop string, and True if there is one."""
@@ -92,8 +111,12 @@ class TokenChoice:
         chosen._generators = [self._generators[row] for row in rows.tolist()] if self._generators else []
         return chosen
 
-    def __call__(self, logits: Tensor) -> Tensor:
-        """Tokens `[N]` from logits `[N, vocabulary]`: N is B, or 2B if the second half equals the first."""
+    def __call__(self, logits: Tensor, answers: Tensor) -> Tensor:
+        """Tokens `[N]` from logits `[N, vocabulary]`, after answers `[N, L]`.
+
+        N is B, or 2B if the second half equals the first.
+        """
+        logits = self._changed(logits, answers)
         if not self._generators:
             return logits.argmax(-1)
         rows = len(self._generators)
@@ -101,11 +124,39 @@ class TokenChoice:
         descending, tokens = probabilities.sort(dim=-1, descending=True, stable=True)
         mass = descending.double().cumsum(-1)
         kept = mass - descending < self._sampling.top_p  # always includes the most probable token
+        if self._sampling.top_k:
+            kept[:, self._sampling.top_k :] = False
+        if self._sampling.min_p:
+            kept &= descending >= self._sampling.min_p * descending[:, :1]
         total = (descending * kept).double().sum(-1, keepdim=True)
         uniform = torch.cat([torch.rand(1, dtype=torch.double, generator=part) for part in self._generators])
         place = (mass < uniform.to(mass.device)[:, None] * total).sum(-1, keepdim=True)
         last_kept = kept.sum(-1, keepdim=True) - 1
         return tokens.gather(-1, torch.minimum(place, last_kept))[:, 0].repeat(len(logits) // rows)
+
+    def _changed(self, logits: Tensor, answers: Tensor) -> Tensor:
+        """The logits with bias and penalties."""
+        sampling = self._sampling
+        if sampling.bias:
+            ids, bias = zip(*sampling.bias)
+            logits = logits.index_add(
+                1, torch.tensor(ids, device=logits.device), logits.new_tensor([bias] * len(logits))
+            )
+        if sampling.presence_penalty or sampling.frequency_penalty:
+            counts = torch.zeros_like(logits).scatter_add_(1, answers, torch.ones_like(answers, dtype=logits.dtype))
+            logits = logits - sampling.presence_penalty * (counts > 0) - sampling.frequency_penalty * counts
+        return logits
+
+
+def log_probabilities(logits: Tensor, tokens: Tensor, most: int) -> list[Token]:
+    """Tokens `[B]` with their log-probabilities and at most so many alternatives, from logits `[B, vocabulary]`."""
+    scores = logits.float().log_softmax(-1)
+    chosen = scores.gather(-1, tokens[:, None])[:, 0].tolist()
+    best, ids = scores.topk(min(most, scores.shape[-1]))
+    return [
+        Token(token, score, tuple((one, value) for one, value in zip(row, values) if value > -math.inf))
+        for token, score, row, values in zip(tokens.tolist(), chosen, ids.tolist(), best.tolist())
+    ]
 
 
 class MaxRuleEnsemble(LogitsProcessor):

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from mac_rag.config import BaseLMConfig, Config, ExtractiveConfig, PromptFormat
 from mac_rag.data.characters import fault_of, shown
-from mac_rag.data.types import Document
+from mac_rag.data.types import Decoded, Document
 from mac_rag.errors import ConfigError, DocumentError, ModelLoadError, PromptError
 from mac_rag.lm.base_lm import BaseLM
 from mac_rag.lm.batching import length_buckets
@@ -425,7 +425,7 @@ class MACModel(nn.Module, ABC):
         max_new_tokens: int | None = None,
         memory_weight: float | None = None,
         sampling: Sampling = GREEDY,
-    ) -> list[str]:
+    ) -> list[Decoded]:
         """Answers questions: `LM(d + x; phi*)`.
 
         Args:
@@ -441,7 +441,7 @@ class MACModel(nn.Module, ABC):
         """
         fitted = self._as_fitted(prompts, contexts)
         weights = self._weights(fitted, memory_weight)
-        answers = [""] * len(fitted)
+        answers = [Decoded("")] * len(fitted)
         for rows in self._batches(fitted, modulation):
             texts = self.base_lm.generate(
                 [self.ids_read(fitted[i], with_memory=modulation is not None) for i in rows],
@@ -546,7 +546,7 @@ class MACModel(nn.Module, ABC):
         max_new_tokens: int | None = None,
         memory_weight: float | None = None,
         sampling: Sampling = GREEDY,
-    ) -> Iterator[str]:
+    ) -> Iterator[Decoded]:
         """Yields the answer to one question piece by piece; arguments as for `generate`, with phi* `[1, T, D]`."""
         [fitted] = self._as_fitted([prompt], [contexts])
         yield from self.base_lm.stream(

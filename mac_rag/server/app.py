@@ -13,9 +13,10 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, MutableMapping, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
 from contextvars import ContextVar
+from dataclasses import dataclass
 from importlib.metadata import version
 from ipaddress import ip_address
 from pathlib import Path
@@ -64,16 +65,28 @@ _PAGE = {
 }
 
 
-def make_app(service: Service, *, anyone: bool = False, any_host: bool = False, origins: Sequence[str] = ()) -> ASGIApp:
-    """Makes the application of a server, which closes the service when it ends.
+@dataclass(frozen=True)
+class Access:
+    """Who may use a server without a key, and from where.
 
-    Args:
-        service: the server's banks, keys and threads.
-        anyone: True to let requests without a key do everything, as long as no key exists.
-        any_host: see `Gate`.
+    Attributes:
+        anyone: True to let requests without a key do everything, until the first key is made.
+        any_host: True to take such requests from other machines. Otherwise they must come from this one, without a
+            proxy, and their `Host` header must name the loopback address, so that a page of another site cannot reach
+            the server under a domain name of its own (DNS rebinding).
         origins: origins of other sites whose pages may use the server, such as https://app.example.org; `*` for all.
     """
 
+    anyone: bool = False
+    any_host: bool = False
+    origins: Sequence[str] = ()
+
+
+_WITH_KEYS = Access()
+
+
+def make_app(service: Service, access: Access = _WITH_KEYS) -> ASGIApp:
+    """Makes the application of a server, which closes the service when it ends."""
     tools = make_tools(service)
     # The gate has already checked host, origin and key.
     security = TransportSecuritySettings(enable_dns_rebinding_protection=False)
@@ -124,16 +137,16 @@ def make_app(service: Service, *, anyone: bool = False, any_host: bool = False, 
         app.add_api_route(path, _sending(file), response_model=None, include_in_schema=False)
 
     app.router.routes.append(Route("/mcp", agents))  # not mounted at /, where it would take all remaining paths
-    gate = Gate(app, service, anyone=anyone, any_host=any_host, origins=origins)
+    gate = Gate(app, service, access)
     return (
         CORSMiddleware(
             gate,
-            allow_origins=origins,
+            allow_origins=access.origins,
             allow_methods=["GET", "POST", "PATCH", "DELETE"],
             allow_headers=["Authorization", "Content-Type", "Mcp-Session-Id", "Mcp-Protocol-Version"],
             expose_headers=["X-Request-Id", "Retry-After"],
         )
-        if origins
+        if access.origins
         else gate
     )
 
@@ -160,39 +173,30 @@ def _sending(file: Path) -> Callable[[], Response]:
 def _add_errors(app: FastAPI) -> None:
     """Writes every error in the form that clients of OpenAI's API read."""
 
-    def written(error: APIError, headers: Mapping[str, str] | None = None) -> Response:
-        return JSONResponse(error.body, error.status, headers={**error.headers, **(headers or {})})
+    def known(error: Any) -> APIError:
+        if isinstance(error, MACError):
+            response = error_of(error)
+            if response.status >= 500:
+                _log.error("a request failed: %s: %s", type(error).__name__, error)
+            return response
+        if isinstance(error, HTTPException):
+            return APIError(error.status_code, _HTTP.get(error.status_code, str(error.detail)))
+        if isinstance(error, RequestValidationError):
+            return _invalid(error.errors())
+        return error if isinstance(error, APIError) else unexpected(error)  # the gate logs it
 
-    @app.exception_handler(APIError)
-    async def refused(_: Request, error: APIError) -> Response:
-        return written(error)
+    async def written(_: Request, error: Any) -> Response:
+        if isinstance(error, ClientGoneError):
+            return Response(status_code=499)  # nobody reads it; the log does
+        response, headers = known(error), getattr(error, "headers", None) or {}
+        return JSONResponse(response.body, response.status, headers={**response.headers, **headers})
 
-    @app.exception_handler(MACError)
-    async def library(_: Request, error: MACError) -> Response:
-        response = error_of(error)
-        if response.status >= 500:
-            _log.error("a request failed: %s: %s", type(error).__name__, error)
-        return written(response)
-
-    @app.exception_handler(ClientGoneError)
-    async def gone(_: Request, __: ClientGoneError) -> Response:
-        return Response(status_code=499)  # nobody reads it; the log does
-
-    @app.exception_handler(HTTPException)
-    async def http(_: Request, error: HTTPException) -> Response:
-        return written(APIError(error.status_code, _HTTP.get(error.status_code, str(error.detail))), error.headers)
-
-    @app.exception_handler(RequestValidationError)
-    async def invalid(_: Request, error: RequestValidationError) -> Response:
-        return written(_invalid(error.errors()))
-
-    @app.exception_handler(Exception)
-    async def fault(_: Request, error: Exception) -> Response:
-        return written(unexpected(error))  # the gate logs it
+    for kind in (APIError, MACError, ClientGoneError, HTTPException, RequestValidationError, Exception):
+        app.add_exception_handler(kind, written)
 
 
 # In the location of a fault, FastAPI names the branch of a union like a field: `stop.list[constrained-str]`.
-_BRANCH = re.compile(r"str|bool|int|float|none|(constrained-|list\[|dict\[|function-|nullable\[).*")
+_BRANCH = re.compile(r"str|bool|int|float|none|\[key\]|(constrained-|list\[|dict\[|function-|nullable\[).*")
 _WRONG_KIND = {"string_type", "list_type", "bool_type", "none_required", "dict_type"}
 
 
@@ -253,21 +257,14 @@ class Gate:
     Args:
         app: the application.
         service: the server's keys, limits and metrics.
-        anyone: True to let requests without a key do everything, until the first key is made.
-        any_host: True to take such requests from other machines. Otherwise they must come from this one, without a
-            proxy, and their `Host` header must name the loopback address, so that a page of another site cannot reach
-            the server under a domain name of its own (DNS rebinding).
-        origins: other sites whose pages may make such requests.
+        access: who may make requests without a key.
     """
 
-    def __init__(
-        self, app: ASGIApp, service: Service, *, anyone: bool, any_host: bool, origins: Sequence[str] = ()
-    ) -> None:
-        self._origins = origins
+    def __init__(self, app: ASGIApp, service: Service, access: Access) -> None:
         self._app = app
         self._service = service
-        self._anyone = anyone
-        self._any_host = any_host
+        self._access = access
+        self._anyone = access.anyone
         self._rate = RateLimit(service.limits.requests_per_minute)
         self._bodies: Counter[str] = Counter()  # bytes of the bodies that each key is sending, or that are worked on
 
@@ -340,7 +337,7 @@ class Gate:
 
     def _check_peer(self, scope: Scope) -> None:
         """Refuses what comes from another machine, or through a proxy. For a server without keys."""
-        if self._any_host:
+        if self._access.any_host:
             return
         peer = (scope.get("client") or ("",))[0]
         # nginx adds no header by default, but speaks HTTP/1.0 then, which no program of today does.
@@ -356,14 +353,14 @@ class Gate:
         """Refuses requests that a page of another site makes a browser send. For a server without keys."""
         host = _only(scope, b"host") or ""
         name = host.rpartition(":")[0] if ":" in host and not host.endswith("]") else host
-        if not self._any_host and name.lower() not in _LOOPBACK:
+        if not self._access.any_host and name.lower() not in _LOOPBACK:
             raise APIError(
                 403,
                 f"without keys, this server answers at localhost, not at {name!r:.80}; use localhost, or make a key",
                 code="wrong_host",
             )
         origin, site = _only(scope, b"origin"), _only(scope, b"sec-fetch-site")
-        if origin in self._origins:
+        if origin in self._access.origins:
             return
         foreign = origin is not None and origin.lower() != f"{scope['scheme']}://{host.lower()}"
         if foreign or site in ("cross-site", "same-site"):
@@ -516,23 +513,14 @@ class Server(uvicorn.Server):
     Args:
         service: the server's banks, keys and threads.
         host, port: the address to listen on; port 0 for a free one.
-        anyone, any_host, origins: see `make_app`.
+        access: who may use it without a key.
     """
 
-    def __init__(
-        self,
-        service: Service,
-        *,
-        host: str,
-        port: int,
-        anyone: bool = False,
-        any_host: bool = False,
-        origins: Sequence[str] = (),
-    ) -> None:
+    def __init__(self, service: Service, *, host: str, port: int, access: Access = _WITH_KEYS) -> None:
         self._service = service
         super().__init__(
             uvicorn.Config(
-                make_app(service, anyone=anyone, any_host=any_host, origins=origins),
+                make_app(service, access),
                 host=host,
                 port=port,
                 access_log=False,  # its lines would hold what clients send; the gate writes its own log
@@ -560,7 +548,7 @@ class Server(uvicorn.Server):
         await super().shutdown(sockets)
 
 
-def run(service: Service, *, host: str, port: int, anyone: bool, any_host: bool, origins: Sequence[str] = ()) -> None:
+def run(service: Service, *, host: str, port: int, access: Access) -> None:
     """Serves until SIGTERM or Ctrl-C."""
     logging.basicConfig(
         stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(request)s %(message)s"
@@ -570,7 +558,7 @@ def run(service: Service, *, host: str, port: int, anyone: bool, any_host: bool,
     for noisy in ("httpx", "mcp", "uvicorn.access"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
     with returned_memory():
-        server = Server(service, host=host, port=port, anyone=anyone, any_host=any_host, origins=origins)
+        server = Server(service, host=host, port=port, access=access)
         try:
             server.run()
         finally:

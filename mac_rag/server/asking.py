@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from mac_rag.asking import conversation_prompt
+from mac_rag.asking import calibration_of, conversation_prompt, mode_of
+from mac_rag.data.types import Decoded, Token
 from mac_rag.engine import MACEngine
 from mac_rag.errors import CancelledError
 from mac_rag.lm.chat import Message
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
 
 # Questions of one request, and texts to embed, in one turn of the model, as long as no other client waits for it.
 _TOGETHER = 32
+_CONTEXT = 4  # tokens before one that tell how it is written, such as with a space
+_LOWEST = -9999.0  # log-probability of what was impossible, for JSON has no -inf
 
 
 @dataclass(frozen=True)
@@ -58,9 +61,26 @@ class ServedQuestion:
     hits: tuple[Hit, ...] | None = None
 
     @property
-    def remembers(self) -> bool:
-        """True if memory is used."""
-        return self.bank is not None and self.use_memory
+    def seen(self) -> dict[str, Any]:
+        """What of the bank has influence, as every method of an engine takes it."""
+        return {
+            "use_memory": self.bank is not None and self.use_memory,
+            "allowed": self.allowed,
+            "as_of": self.as_of,
+        }
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """How it is answered, as `MACEngine.answer` and `stream` take it."""
+        decoding = {"max_new_tokens": self.max_new_tokens, "sampling": self.sampling}
+        return {**self.seen, **decoding, "memory_weight": self.memory_weight}
+
+
+class Piece(NamedTuple):
+    """A piece of a streamed answer: its text, and `Reply.logprobs` of its tokens."""
+
+    text: str
+    logprobs: list[dict[str, Any]] | None = None
 
 
 @dataclass
@@ -69,13 +89,14 @@ class Reply:
 
     Attributes:
         text: the answer.
-        prompt_tokens, completion_tokens: numbers of tokens of prompt and answer, by the LM's tokenizer.
+        prompt_tokens, completion_tokens: numbers of tokens of prompt and answer, without the one that ends it.
         is_cut: True if the answer has the most tokens that it may have.
         sources: the documents that the answer rests on, the most important one first.
         retrieved: ids of the documents in front of the question, the best first.
         truncated: True if documents were shortened or left out to fit the LM's window.
         confidence: the probability that the answer is right; None if the request does not ask for it.
         guess: the LM's answer if "I don't know" replaced it; otherwise None.
+        logprobs: each token of the LM's answer as OpenAI's API describes it; None if the request does not ask for it.
     """
 
     text: str = ""
@@ -87,6 +108,7 @@ class Reply:
     truncated: bool = False
     confidence: float | None = None
     guess: str | None = None
+    logprobs: list[dict[str, Any]] | None = None
 
 
 class Asking:
@@ -120,7 +142,7 @@ class Asking:
         """Answers questions, in batches with those of other threads if possible.
 
         Args:
-            questions: questions that differ only in their texts; or one question with a conversation before it.
+            questions: questions that differ only in their texts.
             cancelled: as `MACEngine.answer` takes it.
 
         Raises:
@@ -134,28 +156,22 @@ class Asking:
         with self._metrics.part("answer"):
             answers = self._engine(like).answer(
                 [question.text for question in questions] if prompts is None else [prompt for prompt, _ in prompts],
-                use_memory=like.remembers,
+                **like.settings,
                 use_retriever=like.use_retriever,
                 k=like.k,
-                memory_weight=like.memory_weight,
-                allowed=like.allowed,
-                as_of=like.as_of,
                 overflow="truncate",
-                max_new_tokens=like.max_new_tokens,
-                sampling=like.sampling,
                 sources=0 if prompts is not None or like.bank is None else like.sources,
                 min_confidence=like.min_confidence,
                 cancelled=cancelled,
             )
         replies = []
         for place, (question, answer) in enumerate(zip(questions, answers, strict=True)):
+            assert answer.decoded is not None
+            reply = self._counted(question, answer.decoded, answer.prompt_tokens)
             if prompts is None:
-                used = len(self._alone.model.base_lm.prompts.prompt(question.text, answer.contexts))
-                reply = self._counted(question, answer.said, used)
                 reply.retrieved, reply.sources = list(answer.document_ids), answer.sources
             else:
                 prompt, hits = prompts[place]
-                reply = self._counted(question, answer.said, len(prompt.ids))
                 reply.retrieved = [hit.document_id for hit in hits]
                 reply.sources = self._sources(question, answer.said, hits, prompt)
             reply.text, reply.truncated = answer.text, answer.truncated
@@ -163,33 +179,33 @@ class Asking:
             replies.append(reply)
         return replies
 
-    def stream(self, question: ServedQuestion) -> Iterator[str | Reply]:
-        """Yields the answer piece by piece, and then the reply. With `min_confidence`, the answer is one piece.
+    def stream(self, question: ServedQuestion) -> Iterator[Piece | Reply]:
+        """Yields the answer piece by piece, and then the reply.
+
+        With a `min_confidence` above 0 the answer is one piece, because another may take its place.
 
         Raises:
             MACError: as `MACEngine.stream`, before the first piece.
         """
-        if question.min_confidence is not None:
+        if question.min_confidence:
             [whole] = self.answer([question])
-            yield whole.text
+            yield Piece(whole.text, whole.logprobs)
             yield whole
             return
         prompt, hits = self._prompt(question)
-        pieces = []
+        fit = None if question.min_confidence is None else calibration_of(self._alone.model, mode_of(prompt))
+        said = Decoded("")
         with self._metrics.part("stream"):
-            for piece in self._engine(question).stream(
-                prompt,
-                use_memory=question.remembers,
-                memory_weight=question.memory_weight,
-                allowed=question.allowed,
-                as_of=question.as_of,
-                max_new_tokens=question.max_new_tokens,
-                sampling=question.sampling,
-            ):
-                pieces.append(piece)
-                yield piece
-        reply = self._counted(question, "".join(pieces), len(prompt.ids))
+            for piece in self._engine(question).stream(prompt, **question.settings):
+                logprobs = self._logprobs(question, piece.tokens, said.tokens)
+                said = Decoded(said + piece, said.tokens + piece.tokens, piece.ended)
+                if piece or logprobs:
+                    yield Piece(piece, logprobs)
+        reply = self._counted(question, said, len(prompt.ids))
         reply.retrieved, reply.truncated = [hit.document_id for hit in hits], prompt.truncated
+        if fit is not None:
+            evidence = self._engine(question).evidence([prompt], [said], **question.seen)
+            [reply.confidence] = fit.probability(evidence).tolist()
         reply.sources = self._sources(question, reply.text, hits, prompt)
         yield reply
 
@@ -253,15 +269,36 @@ class Asking:
             return model.fit_to_window(question.text, texts, overflow="truncate", max_new_tokens=longest)
 
         hits = self._retrieved(question)
-        prompt = self._engine(question).fit(
-            hits, write, use_memory=question.remembers, allowed=question.allowed, as_of=question.as_of
-        )
-        return prompt, hits
+        return self._engine(question).fit(hits, write, **question.seen), hits
 
-    def _counted(self, question: ServedQuestion, text: str, prompt_tokens: int) -> Reply:
-        tokens = len(self._alone.model.base_lm.prompts.texts.ids(text)) if text else 0
+    def _counted(self, question: ServedQuestion, said: Decoded, prompt_tokens: int) -> Reply:
+        tokens = len(said.tokens)
         most = self.usual_answer if question.max_new_tokens is None else question.max_new_tokens
-        return Reply(text, prompt_tokens, tokens, tokens >= most)
+        is_cut = tokens >= most and not said.ended
+        return Reply(str(said), prompt_tokens, tokens, is_cut, logprobs=self._logprobs(question, said.tokens))
+
+    def _logprobs(
+        self, question: ServedQuestion, tokens: Sequence[Token], before: Sequence[Token] = ()
+    ) -> list[dict[str, Any]] | None:
+        """`Reply.logprobs` of tokens after others; None if they were not asked for."""
+        if question.sampling.log_probabilities is None:
+            return None
+        decode = self._alone.model.base_lm.tokenizer.decode
+        ids = [token.id for token in [*before, *tokens]]
+
+        def described(place: int, token: int, score: float | None) -> dict[str, Any]:
+            context = ids[max(0, place - _CONTEXT) : place]
+            text = decode([*context, token])[len(decode(context)) :] or decode([token])
+            logprob = _LOWEST if score is None else max(score, _LOWEST)
+            return {"token": text, "logprob": logprob, "bytes": list(text.encode("utf-8", "replace"))}
+
+        return [
+            {
+                **described(place, token.id, token.log_probability),
+                "top_logprobs": [described(place, one, score) for one, score in token.alternatives],
+            }
+            for place, token in enumerate(tokens, len(before))
+        ]
 
     def _sources(
         self, question: ServedQuestion, answer: str, hits: Sequence[Hit], prompt: FittedPrompt
@@ -270,12 +307,5 @@ class Asking:
         if question.bank is None or not question.sources:
             return ()
         with self._metrics.part("sources"):
-            return question.bank.engine.sources(
-                prompt,
-                answer,
-                most=question.sources,
-                texts=texts_read(hits, prompt),
-                use_memory=question.remembers,
-                allowed=question.allowed,
-                as_of=question.as_of,
-            )
+            texts = texts_read(hits, prompt)
+            return question.bank.engine.sources(prompt, answer, most=question.sources, texts=texts, **question.seen)

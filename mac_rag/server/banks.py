@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Annotated, Any
 
@@ -14,7 +14,7 @@ from mac_rag.data.provenance import Member
 from mac_rag.data.types import Document
 from mac_rag.retrieval.base import Hit
 from mac_rag.server.api_errors import APIError, no_such_bank
-from mac_rag.server.catalog import ServedBank
+from mac_rag.server.catalog import ServedBank, no_such_document
 from mac_rag.server.jobs import Job, Upload
 from mac_rag.server.keys import Principal
 from mac_rag.server.requests import (
@@ -47,12 +47,8 @@ def routes(service: Service) -> APIRouter:
     @router.post("/banks", status_code=201)
     async def create_bank(body: NewBank, who: Admin) -> dict[str, Any]:
         """Makes an empty bank."""
-
-        def work(_: object) -> dict[str, Any]:
-            bank = service.create_bank(body.name, who, retriever=body.retriever, keep_texts=body.keep_texts)
-            return bank.info()
-
-        return await service.writes.run(work)
+        make = partial(service.create_bank, body.name, who, retriever=body.retriever, keep_texts=body.keep_texts)
+        return await service.writes.run(lambda _: make().info())
 
     @router.get("/banks/{name}")
     async def bank_info(name: str, request: Request, who: Reader) -> dict[str, Any]:
@@ -165,21 +161,15 @@ def routes(service: Service) -> APIRouter:
     @router.delete("/banks/{name}/document")
     async def delete_document(name: str, who: Writer, id: str) -> dict[str, Any]:
         """Deletes one document."""
-        gone = await _forget(service, name, [id], who)
+        gone = await service.writes.run(lambda _: service.forget(name, [id], who))
         if not gone:
-            raise APIError(404, f"there is no document {id!r:.200} in this bank", code="document_not_found")
+            raise no_such_document(id)
         return {"deleted": gone}
 
     @router.post("/banks/{name}/documents/delete")
     async def delete_documents(name: str, body: DocumentIds, who: Writer) -> dict[str, Any]:
         """Deletes documents; unknown ids are ignored."""
-        if len(body.ids) > service.limits.documents:
-            raise APIError(
-                400,
-                f"the request has {len(body.ids):,} ids, and {service.limits.documents:,} are the most; send several",
-                param="ids",
-            )
-        return {"deleted": await _forget(service, name, body.ids, who)}
+        return {"deleted": await service.writes.run(lambda _: service.forget(name, body.ids, who))}
 
     @router.post("/banks/{name}/search", response_model=None)
     async def search(name: str, body: SearchRequest, request: Request, who: Reader) -> Response:
@@ -237,16 +227,9 @@ def _documents(service: Service, body: NewDocuments) -> list[Document]:
     """The documents of a body, each of them checked.
 
     Raises:
-        APIError: for too many documents, and as `Limits.fault_of`.
+        APIError: as `Limits.fault_of`.
         MACError: as `Member.of`.
     """
-    most = service.limits.documents
-    if len(body.documents) > most:
-        raise APIError(
-            400,
-            f"the request has {len(body.documents):,} documents, and {most:,} are the most; send several requests",
-            param="documents",
-        )
     documents = [Document(one.id, one.text, one.metadata) for one in body.documents]
     for number, document in enumerate(documents):
         fault = service.limits.fault_of(document)
@@ -265,19 +248,6 @@ def _started(service: Service, bank: ServedBank, who: Principal, keep: Callable[
     except BaseException:
         upload.remove()
         raise
-
-
-async def _forget(service: Service, name: str, ids: Iterable[str], who: Principal) -> list[str]:
-    bank: ServedBank = service.bank(name, who)
-    wanted = list(ids)
-
-    def work(_: object) -> list[str]:
-        gone = bank.forget(wanted)
-        if gone:
-            service.audit.note(who.name, "documents.delete", name, ids=gone)
-        return gone
-
-    return await service.writes.run(work)
 
 
 def _job(service: Service, job_id: str, who: Principal) -> Job:

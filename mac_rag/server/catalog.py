@@ -379,10 +379,6 @@ class BankCatalog:
             ModelLoadError: if a package that the retriever needs is not installed.
         """
         check_bank_name(name)
-        if retriever not in RETRIEVERS:
-            raise APIError(
-                400, f"unknown retriever {retriever!r:.40}; choose one of {', '.join(RETRIEVERS)}", param="retriever"
-            )
         if self._shards is not None and keep_texts:
             raise APIError(400, "a bank in shards keeps no texts; leave out keep_texts", param="keep_texts")
         with self._lock:

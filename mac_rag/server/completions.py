@@ -21,7 +21,7 @@ from mac_rag.errors import MACError
 from mac_rag.lm.chat import Message
 from mac_rag.lm.decoding import Sampling
 from mac_rag.server.api_errors import APIError, error_of, no_such_model, unexpected
-from mac_rag.server.asking import Reply, ServedQuestion
+from mac_rag.server.asking import Piece, Reply, ServedQuestion
 from mac_rag.server.catalog import ServedBank
 from mac_rag.server.keys import Principal
 from mac_rag.server.requests import (
@@ -38,6 +38,9 @@ from mac_rag.sources import source_record
 
 _log = logging.getLogger(__name__)
 _SEEDS = 2**63
+_NEVER = -1e9  # bias against a token that is to be chosen only if no other is possible
+# Fields of other servers that change how a token is drawn.
+_NOT_DRAWN = ("typical_p", "mirostat", "dry_multiplier", "xtc_probability", "dynatemp_range", "top_n_sigma")
 # The description of a response that is a stream if the request says so.
 STREAMED: dict[int | str, dict[str, Any]] = {200: {"content": {"text/event-stream": {}}, "description": "The answer."}}
 
@@ -65,19 +68,20 @@ def routes(service: Service) -> APIRouter:
         asked = wanted(body, is_chat=service.asking.reads_conversations)
         question, notes = await question_of(service, body, who, request, conversation(body.messages, asked))
         shape = _Chat(body.model, notes, asked)
+        questions = _choices([question], body.n)
         if not body.stream:
-            return await _answered(service, request, [question], shape)
+            return await _answered(service, request, questions, shape)
         if asked is not None:
-            reply = await service.questions.run(lambda gone: service.asking.answer([question], gone)[0], request)
-            return events_of(shape.at_once(reply, body.stream_options.include_usage))
-        return await _streamed(service, [question], shape, body.stream_options.include_usage)
+            replies = await service.questions.run(partial(_replies, service, questions), request, units=len(questions))
+            return events_of(shape.at_once(replies, body.stream_options.include_usage))
+        return await _streamed(service, questions, shape, body.stream_options.include_usage)
 
     @router.post("/completions", response_model=None, responses=STREAMED)
     async def complete(body: CompletionRequest, request: Request, who: Reader) -> Response:
         """Answers one prompt or several."""
         texts = [body.prompt] if isinstance(body.prompt, str) else body.prompt
         question, notes = await question_of(service, body, who, request, [])
-        questions = [replace(question, text=service.checked_question(text)) for text in texts]
+        questions = _choices([replace(question, text=service.checked_question(text)) for text in texts], body.n)
         shape = _Completion(body.model, notes)
         if body.stream:
             return await _streamed(service, questions, shape, body.stream_options.include_usage)
@@ -132,12 +136,15 @@ class _Shape:
     def choice(self, index: int, reply: Reply) -> dict[str, Any]:
         raise NotImplementedError
 
-    def piece_choice(self, index: int, text: str | None, first: bool) -> dict[str, Any]:
+    def part(self, text: str | None, first: bool) -> dict[str, Any]:
+        raise NotImplementedError
+
+    def logprobs(self, tokens: list[dict[str, Any]] | None, offset: int = 0) -> dict[str, Any] | None:
         raise NotImplementedError
 
     def whole(self, replies: list[Reply]) -> dict[str, Any]:
         choices = [
-            {"logprobs": None, "finish_reason": _finish(reply), **self.choice(index, reply)}
+            {"logprobs": self.logprobs(reply.logprobs), "finish_reason": _finish(reply), **self.choice(index, reply)}
             for index, reply in enumerate(replies)
         ]
         own = own_fields(replies[0], self._notes)
@@ -147,29 +154,33 @@ class _Shape:
                 choice["confidence"] = reply.confidence
         return {**self._head, "object": self.kind, "choices": choices, "usage": usage_of(replies), **own}
 
-    def piece(self, index: int, text: str, first: bool) -> dict[str, Any]:
-        choice = {**self.piece_choice(index, text, first), "logprobs": None, "finish_reason": None}
-        return {**self._head, "object": self.piece_kind, "choices": [{"index": index, **choice}]}
+    def _chunk(
+        self, index: int, part: dict[str, Any], logprobs: dict[str, Any] | None = None, finish: str | None = None
+    ) -> dict[str, Any]:
+        choice = {"index": index, **part, "logprobs": logprobs, "finish_reason": finish}
+        return {**self._head, "object": self.piece_kind, "choices": [choice]}
 
-    def end(self, index: int, reply: Reply) -> dict[str, Any]:
-        choice = {**self.piece_choice(index, None, False), "logprobs": None, "finish_reason": _finish(reply)}
-        own = own_fields(reply, self._notes)
-        return {**self._head, "object": self.piece_kind, "choices": [{"index": index, **choice}], **own}
+    def piece(self, index: int, piece: Piece, offset: int | None) -> dict[str, Any]:
+        """A piece after so many characters; None for the first one."""
+        logprobs = self.logprobs(piece.logprobs, offset or 0)
+        return self._chunk(index, self.part(piece.text, offset is None), logprobs)
 
-    async def at_once(self, reply: Reply, with_usage: bool) -> AsyncIterator[dict[str, Any]]:
-        """A stream with the whole reply as its first piece, for a reply that is only known as a whole."""
-        whole = self.choice(0, reply)
-        message = whole.pop("message")
-        for number, call in enumerate(message.get("tool_calls", ())):
-            call["index"] = number
+    def end(self, index: int, reply: Reply, finish: str | None = None) -> dict[str, Any]:
+        chunk = self._chunk(index, self.part(None, False), finish=finish or _finish(reply))
+        return {**chunk, **own_fields(reply, self._notes)}
+
+    async def at_once(self, replies: list[Reply], with_usage: bool) -> AsyncIterator[dict[str, Any]]:
+        """A stream with each reply as one piece, for replies that are only known as a whole."""
         empty = {"usage": None} if with_usage else {}
-        piece = {"index": 0, "delta": message, "logprobs": None, "finish_reason": None}
-        yield {**self._head, "object": self.piece_kind, "choices": [piece], **empty}
-        end = self.end(0, reply)
-        end["choices"][0] |= {"finish_reason": whole.get("finish_reason", _finish(reply))}
-        yield {**end, **empty}
+        for index, reply in enumerate(replies):
+            whole = self.choice(index, reply)
+            message = whole.pop("message")
+            for number, call in enumerate(message.get("tool_calls", ())):
+                call["index"] = number
+            yield {**self._chunk(index, {"delta": message}, self.logprobs(reply.logprobs)), **empty}
+            yield {**self.end(index, reply, whole.get("finish_reason")), **empty}
         if with_usage:
-            yield self.usage([reply])
+            yield self.usage(replies)
 
     def usage(self, replies: list[Reply]) -> dict[str, Any]:
         return {**self._head, "object": self.piece_kind, "choices": [], "usage": usage_of(replies)}
@@ -189,9 +200,12 @@ class _Chat(_Shape):
         calls = {"finish_reason": "tool_calls"} if "tool_calls" in message else {}
         return {"index": index, "message": message, **calls}
 
-    def piece_choice(self, index: int, text: str | None, first: bool) -> dict[str, Any]:
+    def part(self, text: str | None, first: bool) -> dict[str, Any]:
         delta: dict[str, Any] = {} if text is None else {"content": text}
         return {"delta": {"role": "assistant", **delta} if first else delta}
+
+    def logprobs(self, tokens: list[dict[str, Any]] | None, offset: int = 0) -> dict[str, Any] | None:
+        return None if tokens is None else {"content": tokens, "refusal": None}
 
 
 class _Completion(_Shape):
@@ -201,8 +215,23 @@ class _Completion(_Shape):
     def choice(self, index: int, reply: Reply) -> dict[str, Any]:
         return {"index": index, "text": reply.text}
 
-    def piece_choice(self, index: int, text: str | None, first: bool) -> dict[str, Any]:
+    def part(self, text: str | None, first: bool) -> dict[str, Any]:
         return {"text": text or ""}
+
+    def logprobs(self, tokens: list[dict[str, Any]] | None, offset: int = 0) -> dict[str, Any] | None:
+        if tokens is None:
+            return None
+        texts = [token["token"] for token in tokens]
+        if not offset:  # the text begins without the space of its first token
+            places = [len("".join(texts[:place]).lstrip()) for place in range(len(texts))]
+        else:
+            places = [offset + len("".join(texts[:place])) for place in range(len(texts))]
+        return {
+            "tokens": texts,
+            "token_logprobs": [token["logprob"] for token in tokens],
+            "top_logprobs": [{one["token"]: one["logprob"] for one in token["top_logprobs"]} for token in tokens],
+            "text_offset": places,
+        }
 
 
 def usage_of(replies: list[Reply]) -> dict[str, int]:
@@ -227,10 +256,30 @@ def _finish(reply: Reply) -> str:
     return "length" if reply.is_cut else "stop"
 
 
+def _choices(questions: list[ServedQuestion], n: int) -> list[ServedQuestion]:
+    """Each question n times. With a seed, each time with the next one, or all answers would be the same."""
+    return [
+        question
+        if question.sampling.seed is None
+        else replace(question, sampling=replace(question.sampling, seed=(question.sampling.seed + number) % _SEEDS))
+        for question in questions
+        for number in range(n)
+    ]
+
+
+def _replies(service: Service, questions: list[ServedQuestion], gone: Callable[[], bool]) -> list[Reply]:
+    """The answers to questions that differ only in their texts and seeds. Those of one seed share batches."""
+    answers: dict[int, Reply] = {}
+    for seed in dict.fromkeys(question.sampling.seed for question in questions):
+        places = [place for place, question in enumerate(questions) if question.sampling.seed == seed]
+        answers |= zip(places, service.asking.answer([questions[place] for place in places], gone), strict=True)
+    return [answers[place] for place in range(len(questions))]
+
+
 async def _answered(service: Service, request: Request, questions: list[ServedQuestion], shape: _Shape) -> Response:
     """The answers to all questions, in one response."""
     return await service.questions.respond(
-        lambda gone: shape.whole(service.asking.answer(questions, gone)), request, units=len(questions)
+        lambda gone: shape.whole(_replies(service, questions, gone)), request, units=len(questions)
     )
 
 
@@ -238,21 +287,21 @@ async def _streamed(service: Service, questions: list[ServedQuestion], shape: _S
     """The answers as server-sent events, one after the other. An error before the first piece is a plain response."""
     streams = [service.questions.stream(partial(service.asking.stream, question)) for question in questions]
     first = await anext(streams[0])
+    empty = {"usage": None} if with_usage else {}
 
     async def events() -> AsyncIterator[dict[str, Any]]:
         replies: list[Reply] = []
         try:
             for index, stream in enumerate(streams):
-                begun = False
+                said: int | None = None  # characters
                 async for item in first_and_rest(first, stream) if index == 0 else stream:
+                    if isinstance(item, Piece) or said is None:
+                        piece = item if isinstance(item, Piece) else Piece("")
+                        yield {**empty, **shape.piece(index, piece, said)}
+                        said = (said or 0) + len(piece.text)
                     if isinstance(item, Reply):
-                        if not begun:
-                            yield shape.piece(index, "", True)
                         replies.append(item)
-                        yield shape.end(index, item)
-                    else:
-                        yield shape.piece(index, item, not begun)
-                        begun = True
+                        yield {**empty, **shape.end(index, item)}
             if with_usage:
                 yield shape.usage(replies)
         finally:
@@ -261,14 +310,10 @@ async def _streamed(service: Service, questions: list[ServedQuestion], shape: _S
                 for stream in streams:
                     await stream.aclose()
 
-    async def with_empty_usage() -> AsyncIterator[dict[str, Any]]:
-        async for content in events():
-            yield {"usage": None, **content}
-
-    return events_of(with_empty_usage() if with_usage else events())
+    return events_of(events())
 
 
-async def first_and_rest(first: str | Reply, rest: AsyncIterator[str | Reply]) -> AsyncIterator[str | Reply]:
+async def first_and_rest(first: Piece | Reply, rest: AsyncIterator[Piece | Reply]) -> AsyncIterator[Piece | Reply]:
     """The items of a stream whose first one was already read."""
     yield first
     async for item in rest:
@@ -326,13 +371,12 @@ async def question_of(
             notes.append(f"max_tokens was reduced from {body.longest} to {most}, the most that an answer may have")
     if len(messages) > 1 and not service.asking.reads_conversations:
         notes.append("this model reads only the last message; the messages before it had no influence")
-    drawn = [name for name in ("top_k", "min_p", "typical_p") if body.temperature and name in (body.model_extra or {})]
+    drawn = [name for name in _NOT_DRAWN if body.temperature and (body.model_extra or {}).get(name)]
     if drawn:
-        notes.append(f"{' and '.join(drawn)} had no influence; use top_p")
+        notes.append(f"{' and '.join(drawn)} had no influence; use top_p, top_k or min_p")
     allowed = None
     if bank is not None and body.filters:
         allowed = await service.reads.run(partial(bank.allowed, body.filters), request)
-    seed = None if body.seed is None else body.seed % _SEEDS
     question = ServedQuestion(
         service.checked_question(messages[-1].text) if messages else "",
         bank,
@@ -343,12 +387,40 @@ async def question_of(
         memory_weight=body.memory_weight,
         allowed=allowed,
         as_of=body.as_of,
-        sampling=Sampling(body.temperature, body.top_p, seed, body.stops),
+        sampling=_sampling(service, body),
         max_new_tokens=most,
         sources=body.sources,
         min_confidence=body.min_confidence,
     )
     return question, notes
+
+
+def _sampling(service: Service, body: AnswerRequest) -> Sampling:
+    """How the answer is decoded.
+
+    Raises:
+        APIError: 400 for a bias on a token that the LM does not have.
+    """
+    lm = service.model.base_lm
+    size = len(lm.model.get_input_embeddings().weight)
+    bias = [(int(token), value) for token, value in body.logit_bias.items()]
+    unknown = [token for token, _ in bias if token >= size]
+    if unknown:
+        raise APIError(400, f"token {unknown[0]} is none of the LM's {size:,}; leave it out", param="logit_bias")
+    if body.ignore_eos:
+        bias += [(token, _NEVER) for token in lm.end_tokens]
+    return Sampling(
+        body.temperature,
+        body.top_p,
+        None if body.seed is None else body.seed % _SEEDS,
+        tuple(filter(None, [body.stop] if isinstance(body.stop, str) else body.stop)),
+        max(body.top_k, 0),
+        body.min_p,
+        body.presence_penalty,
+        body.frequency_penalty,
+        tuple(bias),
+        body.alternatives,
+    )
 
 
 def _bank(service: Service, model: str, bank: str | None, who: Principal) -> ServedBank | None:

@@ -82,11 +82,7 @@ def make_tools(service: Service) -> MCPServer[Any]:
     async def forget(context: Context[Any, Any], id: str, bank: str) -> dict[str, Any]:
         """Delete a document from a bank, for good."""
         who = _principal(context, "write")
-        place = service.bank(bank, who)
-        gone = await service.writes.run(lambda _: place.forget([id]))
-        if gone:
-            service.audit.note(who.name, "documents.delete", bank, ids=gone)
-        return {"forgotten": gone}
+        return {"forgotten": await service.writes.run(lambda _: service.forget(bank, [id], who))}
 
     @server.tool(name="list")
     @_with_tool_errors

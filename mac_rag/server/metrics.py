@@ -34,31 +34,17 @@ class Metrics:
     """
 
     def __init__(self, catalog: Banks) -> None:
-        self._registry = CollectorRegistry()
-        self._requests = Counter(
-            "mac_rag_requests", "Requests by route and status.", ("method", "route", "status"), registry=self._registry
-        )
-        self._request_seconds = Histogram(
-            "mac_rag_request_seconds",
-            "Seconds from a request to the end of its response.",
-            ("route",),
-            buckets=_SECONDS,
-            registry=self._registry,
-        )
-        self._parts = Histogram(
-            "mac_rag_part_seconds",
-            "Seconds of the parts of requests, waiting for a turn included.",
-            ("part",),
-            buckets=_SECONDS,
-            registry=self._registry,
-        )
-        self._batches = Histogram(
-            "mac_rag_batch_questions",
-            "Questions that were answered together.",
-            buckets=(1, 2, 4, 8, 16, 32),
-            registry=self._registry,
-        )
-        self.pending = Gauge("mac_rag_pending", "Work that waits or runs.", ("kind",), registry=self._registry)
+        registry = self._registry = CollectorRegistry()
+        seconds = partial(Histogram, buckets=_SECONDS, registry=registry)
+        labels = ("method", "route", "status")
+        self._requests = Counter("mac_rag_requests", "Requests by route and status.", labels, registry=registry)
+        whole = "Seconds from a request to the end of its response."
+        self._request_seconds = seconds("mac_rag_request_seconds", whole, ("route",))
+        part = "Seconds of the parts of requests, waiting for a turn included."
+        self._parts = seconds("mac_rag_part_seconds", part, ("part",))
+        together, sizes = "Questions that were answered together.", (1, 2, 4, 8, 16, 32)
+        self._batches = Histogram("mac_rag_batch_questions", together, buckets=sizes, registry=registry)
+        self.pending = Gauge("mac_rag_pending", "Work that waits or runs.", ("kind",), registry=registry)
         self._registry.register(_BankCollector(catalog))
         ProcessCollector(registry=self._registry)  # memory, time and open files of the process
 

@@ -15,7 +15,7 @@ from mac_rag.engine import MACEngine
 from mac_rag.errors import CancelledError, ConfigError, FingerprintError, MACError
 from mac_rag.model import MACModel
 from mac_rag.server.api_errors import APIError, closing, no_such_bank
-from mac_rag.server.asking import Asking, Reply, ServedQuestion
+from mac_rag.server.asking import Asking, Piece, Reply, ServedQuestion
 from mac_rag.server.catalog import ServedBank, open_bank
 from mac_rag.server.metrics import Banks, Metrics
 from mac_rag.server.workers import Workers
@@ -82,7 +82,7 @@ class Replicas:
                         self._ray.cancel(response)
                         raise CancelledError("nobody waits for this request any more, so it was not run") from None
 
-    def stream(self, sent: SentQuestions) -> Iterator[str | Reply]:
+    def stream(self, sent: SentQuestions) -> Iterator[Piece | Reply]:
         """Yields an answer piece by piece from one of the replicas.
 
         Raises:
@@ -198,7 +198,7 @@ class ReplicatedAsking(Asking):
         with self._metrics.part("answer"):
             return self._replicas.answer(sent, cancelled)
 
-    def stream(self, question: ServedQuestion) -> Iterator[str | Reply]:
+    def stream(self, question: ServedQuestion) -> Iterator[Piece | Reply]:
         """As `Asking.stream`.
 
         Raises:
@@ -256,7 +256,7 @@ class Replica:
         """Answers questions; see `Asking.answer`. Questions that are cancelled while they wait are dropped."""
         return await self._workers.run(lambda gone: self._answered(sent, gone))
 
-    async def stream(self, sent: SentQuestions) -> AsyncGenerator[str | Reply, None]:
+    async def stream(self, sent: SentQuestions) -> AsyncGenerator[Piece | Reply, None]:
         """Yields the answer to a question piece by piece; see `Asking.stream`."""
         async for piece in self._workers.stream(lambda: self._streamed(sent)):
             yield piece
@@ -264,7 +264,7 @@ class Replica:
     def _answered(self, sent: SentQuestions, gone: Callable[[], bool]) -> list[Reply]:
         return self._asking.answer(self._questions(sent), gone)
 
-    def _streamed(self, sent: SentQuestions) -> Iterator[str | Reply]:
+    def _streamed(self, sent: SentQuestions) -> Iterator[Piece | Reply]:
         [question] = self._questions(sent)
         return self._asking.stream(question)
 

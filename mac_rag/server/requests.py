@@ -165,18 +165,15 @@ class StreamOptions(OpenBody):
 
 Stop = Annotated[str, Field(max_length=256)]
 # Fields of this and other servers whose effect a client would miss: name -> values without an effect. Other fields that
-# are unknown here only change how an answer is made, such as `top_k`, or what is kept of it, such as `store`.
+# are unknown here only change how an answer is made, such as `mirostat`, or what is kept of it, such as `store`.
 _MISSED: Mapping[str, tuple[Any, ...]] = {
     "n": (1,),
     "best_of": (1,),
     "suffix": ("",),
     "echo": (False,),
-    "presence_penalty": (0,),
-    "frequency_penalty": (0,),
     "repetition_penalty": (1,),
-    "logit_bias": ({},),
+    "repeat_penalty": (1,),
     "logprobs": (False, 0),
-    "top_logprobs": (0,),
     "prompt_logprobs": (0,),
     "functions": ([],),
     "function_call": ("none", "auto"),
@@ -198,9 +195,14 @@ _MISSED: Mapping[str, tuple[Any, ...]] = {
     "background": (False,),
     "conversation": (),
     "previous_response_id": (),
-    "include": ([],),
     "prompt": (),
 }
+
+
+Bias = Annotated[Finite, Field(ge=-100, le=100)]
+LogitBias = Annotated[dict[Annotated[str, Field(pattern=r"^\d{1,9}$")], Bias], Field(max_length=1_000)]
+Choices = Annotated[int, Field(ge=1, le=8)]
+TopLogprobs = Annotated[int, Field(ge=0, le=20)]
 
 
 class AnswerRequest(OpenBody):
@@ -212,6 +214,12 @@ class AnswerRequest(OpenBody):
     top_p: Annotated[Finite, Field(gt=0, le=1)] = 1.0
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
     stop: Stop | Annotated[list[Stop], Field(max_length=4)] = ""
+    top_k: Annotated[int, Field(ge=-1)] = 0
+    min_p: Annotated[Finite, Field(ge=0, le=1)] = 0.0
+    presence_penalty: Annotated[Finite, Field(ge=-2, le=2)] = 0.0
+    frequency_penalty: Annotated[Finite, Field(ge=-2, le=2)] = 0.0
+    logit_bias: LogitBias = Field(default_factory=dict)
+    ignore_eos: bool = False
 
     bank: str | None = Field(None, max_length=256, description="Bank to ask, if `model` does not name it.")
     filters: Filters | None = Field(
@@ -247,9 +255,9 @@ class AnswerRequest(OpenBody):
         raise NotImplementedError
 
     @property
-    def stops(self) -> tuple[str, ...]:
-        """The strings that end an answer."""
-        return tuple(filter(None, [self.stop] if isinstance(self.stop, str) else self.stop))
+    def alternatives(self) -> int | None:
+        """Most alternatives to each token that the response names, with log-probabilities; None to name none."""
+        raise NotImplementedError
 
 
 UNKNOWN = "unknown_field"
@@ -266,31 +274,45 @@ class ChatRequest(AnswerRequest):
     response_format: dict[str, Any] | None = None
     tools: list[Any] | None = None
     tool_choice: Any = None
+    n: Choices = 1
+    logprobs: bool = False
+    top_logprobs: TopLogprobs = 0
 
     @property
     def longest(self) -> int | None:
         return self.max_completion_tokens or self.max_tokens
+
+    @property
+    def alternatives(self) -> int | None:
+        return self.top_logprobs if self.logprobs else None
+
+    @model_validator(mode="after")
+    def _names_what_it_asks_for(self) -> ChatRequest:
+        if self.top_logprobs and not self.logprobs:
+            raise PydanticCustomError(UNKNOWN, "it needs logprobs: true", {"name": "top_logprobs"})
+        return self
 
 
 class CompletionRequest(AnswerRequest):
     prompt: str | Annotated[list[str], Field(min_length=1, max_length=32)]
     max_tokens: Tokens | None = None
     stream_options: StreamOptions = StreamOptions()
+    n: Choices = 1
+    logprobs: TopLogprobs | None = None
 
     @property
     def longest(self) -> int | None:
         return self.max_tokens
 
+    @property
+    def alternatives(self) -> int | None:
+        return self.logprobs
 
-class ResponsesMessage(OpenBody):
+
+class ResponsesMessage(ChatMessage):
     type: Literal["message"] = "message"
     role: Literal["system", "developer", "user", "assistant"]
     content: str | list[TextPart]
-
-    @property
-    def text(self) -> str:
-        """Its text."""
-        return self.content if isinstance(self.content, str) else "\n".join(part.text for part in self.content)
 
 
 class TextFormat(OpenBody):
@@ -309,10 +331,16 @@ class ResponsesRequest(AnswerRequest):
     max_output_tokens: Tokens | None = None
     text: ResponsesText | None = None
     tools: Annotated[list[Any], Field(max_length=0)] | None = None
+    top_logprobs: TopLogprobs = 0
+    include: list[Literal["message.output_text.logprobs"]] = Field(default_factory=list)
 
     @property
     def longest(self) -> int | None:
         return self.max_output_tokens
+
+    @property
+    def alternatives(self) -> int | None:
+        return self.top_logprobs if self.include or self.top_logprobs else None
 
 
 class EmbeddingRequest(OpenBody):
@@ -324,7 +352,7 @@ class EmbeddingRequest(OpenBody):
 
 class NewBank(Body):
     name: str = Field(max_length=256)
-    retriever: str = "bm25"
+    retriever: Literal["none", "bm25", "minilm", "hybrid"] = "bm25"
     keep_texts: bool | None = None
 
 
@@ -339,12 +367,12 @@ class NewDocument(Body):
 
 
 class NewDocuments(Body):
-    documents: Annotated[list[NewDocument], Field(min_length=1)]
+    documents: Annotated[list[NewDocument], Field(min_length=1, max_length=1_000)]
     wait: bool = Field(True, description="false to get a job at once instead of waiting.")
 
 
 class DocumentIds(Body):
-    ids: Annotated[list[str], Field(min_length=1)]
+    ids: Annotated[list[str], Field(min_length=1, max_length=1_000)]
 
 
 class SearchRequest(Body):

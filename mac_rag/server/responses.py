@@ -12,7 +12,7 @@ from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
 from mac_rag.lm.chat import Message
-from mac_rag.server.asking import Reply
+from mac_rag.server.asking import Piece, Reply
 from mac_rag.server.completions import STREAMED, events_of, first_and_rest, own_fields, question_of
 from mac_rag.server.requests import Reader, ResponsesMessage, ResponsesRequest, StrictRoute
 from mac_rag.server.service import Service
@@ -82,12 +82,12 @@ class _Shape:
             **self._head,
             "status": status,
             "incomplete_details": {"reason": "max_output_tokens"} if reply.is_cut else None,
-            "output": [self._message(status, [_part(reply.text)])],
+            "output": [self._message(status, [_part(reply)])],
             "usage": usage,
             **own_fields(reply, self._notes),
         }
 
-    async def events(self, items: AsyncIterator[str | Reply]) -> AsyncIterator[dict[str, Any]]:
+    async def events(self, items: AsyncIterator[Piece | Reply]) -> AsyncIterator[dict[str, Any]]:
         """The events of a stream."""
         number = 0
         place = {"item_id": self._item, "output_index": 0, "content_index": 0}
@@ -101,14 +101,14 @@ class _Shape:
         yield event("created", response=begun)
         yield event("in_progress", response=begun)
         yield event("output_item.added", output_index=0, item=self._message("in_progress", []))
-        yield event("content_part.added", **place, part=_part(""))
+        yield event("content_part.added", **place, part=_part(Reply()))
         async for item in items:
-            if isinstance(item, str):
-                yield event("output_text.delta", **place, delta=item, logprobs=[])
+            if isinstance(item, Piece):
+                yield event("output_text.delta", **place, delta=item.text, logprobs=item.logprobs or [])
                 continue
             whole = self.whole(item)
-            yield event("output_text.done", **place, text=item.text, logprobs=[])
-            yield event("content_part.done", **place, part=_part(item.text))
+            yield event("output_text.done", **place, text=item.text, logprobs=item.logprobs or [])
+            yield event("content_part.done", **place, part=_part(item))
             yield event("output_item.done", output_index=0, item=whole["output"][0])
             yield event(whole["status"], response=whole)
 
@@ -116,5 +116,5 @@ class _Shape:
         return {"id": self._item, "type": "message", "role": "assistant", "status": status, "content": content}
 
 
-def _part(text: str) -> dict[str, Any]:
-    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+def _part(reply: Reply) -> dict[str, Any]:
+    return {"type": "output_text", "text": reply.text, "annotations": [], "logprobs": reply.logprobs or []}

@@ -7,7 +7,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
@@ -54,7 +54,6 @@ class Limits:
         document_characters: longest document.
         id_characters: longest id of a document.
         metadata_characters: longest metadata of a document, as JSON.
-        documents: most documents in the body of one request; uploaded files may hold more.
         answer_tokens: longest answer.
         pending: most questions of one key that wait or are answered at a time; one more is refused with 429.
         writes: most changes of banks of one key that wait or run at a time.
@@ -71,7 +70,6 @@ class Limits:
     document_characters: int = 4_000_000
     id_characters: int = 1_000
     metadata_characters: int = 65_536
-    documents: int = 1_000
     answer_tokens: int = 512
     pending: int = 64
     writes: int = 16
@@ -199,6 +197,13 @@ class Service:
         bank.engine.on_batch = self.metrics.batch
         self.audit.note(who.name, "bank.rename", name, new=new)
         return bank
+
+    def forget(self, name: str, document_ids: Sequence[str], who: Principal) -> list[str]:
+        """Deletes documents of a bank that the principal may see; as `ServedBank.forget`."""
+        gone = self.bank(name, who).forget(document_ids)
+        if gone:
+            self.audit.note(who.name, "documents.delete", name, ids=gone)
+        return gone
 
     def _check_name(self, name: str, who: Principal) -> None:
         if not who.sees(name):

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from benchmarks.serving import Memory, main, quantile
+from benchmarks.serving import MIXED, Memory, grown, main, quantile
 
 
 def test_memory_tells_what_is_held_at_rest() -> None:
@@ -19,6 +19,19 @@ def test_memory_tells_what_is_held_at_rest() -> None:
         if size in (210, 220):
             memory.rests()
     assert memory.described() == "100 MiB at the beginning, 500 at most; at rest 210, 220"
+    assert memory.faults() == []
+    memory._resting.append(232)
+    assert memory.faults() == ["memory at rest grew from 220 to 232 MiB"]
+
+
+def test_files_that_grow_are_named() -> None:
+    sizes = [{"banks": 1_000_000, "jobs": 0, "uploads": 0}] * 2
+    assert grown([*sizes, {"banks": 1_050_000, "jobs": 40_000, "uploads": 0}]) == []
+    last = {"banks": 1_200_000, "jobs": 90_000, "uploads": 5}
+    assert grown([*sizes, last]) == [
+        "banks grew from 1,000,000 to 1,200,000 bytes",
+        "jobs grew from 0 to 90,000 bytes",
+    ]
 
 
 def test_quantiles() -> None:
@@ -27,7 +40,10 @@ def test_quantiles() -> None:
 
 @pytest.mark.slow
 def test_a_load_run(capsys: pytest.CaptureFixture[str]) -> None:
-    main(model="mac-tiny", documents=20, clients=4, seconds=1, mixed=4, seed=0)
+    main(model="mac-tiny", documents=20, clients=6, seconds=1, mixed=8, seed=0)
     printed = capsys.readouterr().out
-    assert len(re.findall(r"^ *(engine|one client|4 clients|mixed|memory): ", printed, re.MULTILINE)) == 5, printed
+    names = "engine|one client|6 clients|mixed|memory|files|killed"
+    assert len(re.findall(rf"^ *({names}): ", printed, re.MULTILINE)) == 7, printed
     assert "error" not in printed
+    for kind in MIXED:
+        assert f"{kind} " in printed

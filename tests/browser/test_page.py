@@ -17,7 +17,7 @@ from mac_rag.model import MACModel
 from mac_rag.model.calibration import Calibration, Logistic
 from tests.browser.conftest import opened
 from tests.server.conftest import BRIDGE, PRESS, QUESTION
-from tests.server.helpers import Running, serving
+from tests.server.helpers import Running, make, serving
 
 pytestmark = pytest.mark.browser
 expect.set_options(timeout=30_000)
@@ -32,9 +32,7 @@ ANSWERS = re.compile("/v1/chat/completions")
 def bank(running: Running, name: str, *documents: dict[str, Any], **more: Any) -> str:
     """Makes a bank, and returns the page's address of it."""
     with running.client() as client:
-        client.post("/v1/banks", json={"name": name, **more}).raise_for_status()
-        if documents:
-            client.post(f"/v1/banks/{name}/documents", json={"documents": documents}).raise_for_status()
+        make(client, name, *documents, **more)
     return f"{running.url}/#bank={name}"
 
 
@@ -373,10 +371,9 @@ def test_answers_and_links_are_copied(browser: Browser, running: Running) -> Non
 
 
 def test_a_key_is_asked_for(browser: Browser, mac_tiny: MACModel, tmp_path: Path) -> None:
-    with serving(tmp_path, mac_tiny, anyone=False) as guarded:
-        admin = guarded.service.keys.add("root", "admin", ["*"])
-        reader = guarded.service.keys.add("reader", "read", ["*"])
-        guarded.client(admin).post("/v1/banks", json={"name": "secret"}).raise_for_status()
+    with serving(tmp_path, mac_tiny, keys={"root": ("admin", ["*"]), "reader": ("read", ["*"])}) as guarded:
+        reader = guarded.tokens["reader"]
+        make(guarded.client("root"), "secret")
         with opened(browser, guarded.url, refusals=True) as page:
             expect(page.locator("#errors")).to_contain_text("This server asks for a key")
             page.get_by_label("Key", exact=True).fill(reader)

@@ -822,20 +822,37 @@ def test_errors_name_the_file_and_the_next_one_is_read(tmp_path: Path) -> None:
         assert convert(tmp_path / "good.html") == ("Fine.", None, ())
 
 
-def test_a_file_that_takes_too_long_or_ends_the_process_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("code", "bad", "message"),
+    [
+        ("import time; time.sleep(60)", 1, "takes more than 0.5 s to convert"),
+        ("raise SystemExit", 2, "has crashed"),
+        ("raise SystemExit", 1, None),  # the file is not to blame for one crash
+    ],
+)
+def test_a_file_that_takes_too_long_or_ends_the_process_twice_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: str, bad: int, message: str | None
+) -> None:
     (tmp_path / "good.html").write_text("<p>Fine.")
-    slow = "import time; time.sleep(60)"
-    for code, message in ((slow, "takes more than 0.5 s to convert"), ("raise SystemExit", "has crashed")):
-        worker = converter._Worker()
-        worker._process = subprocess.Popen(
-            [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True
-        )
-        worker._owner = os.getpid()
-        began = time.monotonic()
+    fine = {"text": "Fine.", "title": None, "notices": []}
+    worker, running, began = converter._Worker(), converter._Worker._running, time.monotonic()
+    left = [code] * bad
+
+    def started(self: converter._Worker) -> subprocess.Popen[bytes]:
+        if not left:
+            return running(self)
+        command, pipe = [sys.executable, "-c", left.pop()], subprocess.PIPE
+        self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, start_new_session=True)
+        self._owner = os.getpid()
+        return self._process
+
+    monkeypatch.setattr(converter._Worker, "_running", started)
+    if message is not None:
         assert message in worker.ask(tmp_path / "good.html", 0.5)["error"]
         assert time.monotonic() - began < 10
-        assert worker.ask(tmp_path / "good.html", 60) == {"text": "Fine.", "title": None, "notices": []}
-        worker._end()
+    assert worker.ask(tmp_path / "good.html", 60) == fine
+    assert not left
+    worker._end()
 
 
 def of_group(group: int) -> list[str]:

@@ -320,7 +320,7 @@ class TestServer:
         assert {source.document_id for source in reply.sources if source.retrieved} == set(FACTS)
         *pieces, whole = asking.stream(asked)
         assert isinstance(whole, Reply)
-        assert "".join(map(str, pieces)) == whole.text == reply.text
+        assert "".join(piece.text for piece in pieces) == whole.text == reply.text
         assert prompts[-1] == prompts[-2]
         assert [source.document_id for source in whole.sources] == [source.document_id for source in reply.sources]
 

@@ -89,23 +89,67 @@ def test_sampling_with_memory_weight_streams_what_it_generates(tiny_model: MACMo
     logits=st.lists(st.floats(-3, 3), min_size=2, max_size=6),
     temperature=st.floats(0.3, 3),
     top_p=st.floats(0.05, 1),
+    top_k=st.integers(0, 4),
+    min_p=st.sampled_from([0.0, 0.3]),
 )
-def test_draws_follow_the_probabilities_of_the_nucleus(logits: list[float], temperature: float, top_p: float) -> None:
+def test_draws_follow_the_probabilities_of_the_nucleus(
+    logits: list[float], temperature: float, top_p: float, top_k: int, min_p: float
+) -> None:
     draws = 2000
-    sampling = Sampling(temperature, top_p)
+    sampling = Sampling(temperature, top_p, top_k=top_k, min_p=min_p)
     torch.manual_seed(0)
-    drawn = TokenChoice(sampling, draws)(torch.tensor(logits).expand(draws, -1))
+    drawn = TokenChoice(sampling, draws)(torch.tensor(logits).expand(draws, -1), torch.zeros(draws, 0).long())
     weights = (torch.tensor(logits).double() / temperature).softmax(0).tolist()
     nucleus: dict[int, float] = {}
-    for token in sorted(range(len(weights)), key=lambda i: -weights[i]):
-        if sum(nucleus.values()) < top_p - 1e-6:
+    for place, token in enumerate(sorted(range(len(weights)), key=lambda i: -weights[i])):
+        is_likely = weights[token] >= min_p * max(weights) and place < (top_k or len(weights))
+        if is_likely and sum(nucleus.values()) < top_p - 1e-6:
             nucleus[token] = weights[token]
     counts = Counter(drawn.tolist())
     close = [abs(sum(sorted(weights, reverse=True)[:count]) - top_p) < 1e-6 for count in range(1, len(weights) + 1)]
+    close += [abs(weight - min_p * max(weights)) < 1e-6 for weight in weights]
+    close += [abs(one - other) < 1e-6 for one, other in pairwise(sorted(weights))]  # which of equals is left out
     assert counts.keys() <= nucleus.keys() or any(close)
     for token, weight in nucleus.items():
         share = weight / sum(nucleus.values())
         assert abs(counts[token] / draws - share) < 5 * (share * (1 - share) / draws) ** 0.5 + 1e-3
+
+
+def test_bias_and_penalties_change_the_logits() -> None:
+    logits, answers = torch.randn(3, 5, generator=torch.Generator().manual_seed(0)), [[0, 0, 1], [4, 4, 4], [2, 3, 1]]
+    sampling = Sampling(presence_penalty=0.7, frequency_penalty=-0.4, bias=((1, 0.5), (4, -2.0), (1, 0.25)))
+    expected = logits.tolist()
+    for row, said in zip(expected, answers, strict=True):
+        for token in range(5):
+            row[token] += {1: 0.75, 4: -2.0}.get(token, 0.0) - 0.7 * (token in said) + 0.4 * said.count(token)
+    choice = TokenChoice(sampling, 3)
+    torch.testing.assert_close(choice._changed(logits, torch.tensor(answers)), torch.tensor(expected))
+    assert choice(logits, torch.tensor(answers)).tolist() == torch.tensor(expected).argmax(-1).tolist()
+
+
+def test_tokens_come_with_their_log_probabilities(lm: BaseLM) -> None:
+    prompts = [lm.prompts.prompt(question) for question in QUESTIONS]
+    sampling = Sampling(log_probabilities=3, bias=((lm.end_tokens[0], 3.0),))  # so that they end one after the other
+    plain = lm.generate(prompts, None, max_new_tokens=12, sampling=Sampling(bias=sampling.bias))
+    answers = lm.generate(prompts, None, max_new_tokens=12, sampling=sampling)
+    assert answers == plain
+    for prompt, answer, other in zip(prompts, answers, plain, strict=True):
+        ids = [token.id for token in answer.tokens]
+        assert ids == [token.id for token in other.tokens]
+        assert answer.ended == (len(ids) < 12)
+        pieces = list(lm.stream(prompt, None, max_new_tokens=12, sampling=sampling))
+        streamed = [token for piece in pieces for token in piece.tokens]
+        assert [token.id for token in streamed] == ids
+        if not ids:
+            continue
+        logits = lm.answer_logits([prompt], [ids], None).log_softmax(-1)
+        expected = logits.gather(-1, torch.tensor(ids)[:, None])[:, 0].tolist()
+        for tokens in (answer.tokens, streamed):
+            assert [token.log_probability for token in tokens] == pytest.approx(expected, abs=1e-3)
+            for token, row in zip(tokens, logits, strict=True):
+                values, best = row.topk(3)
+                assert [one for one, _ in token.alternatives] == best.tolist()
+                assert [value for _, value in token.alternatives] == pytest.approx(values.tolist(), abs=1e-3)
 
 
 def test_a_stop_string_ends_an_answer_and_is_no_part_of_it(lm: BaseLM) -> None:
@@ -141,6 +185,8 @@ def test_what_is_settled_is_never_taken_back(text: str, stop: list[str]) -> None
         ({"top_p": 0.0}, "top_p is 0.0; give a number above 0"),
         ({"stop": "end"}, "stop is 'end'; give a tuple of strings"),
         ({"stop": ("",)}, "strings that are not empty"),
+        ({"top_k": -1}, "top_k is -1; give a number of tokens"),
+        ({"min_p": 1.5}, "min_p is 1.5; give a number from 0 to 1"),
     ],
 )
 def test_settings_out_of_range_are_errors(values: dict[str, object], message: str) -> None:

@@ -7,11 +7,12 @@ from collections.abc import Iterator
 import pytest
 
 from mac_rag.model import MACModel
-from tests.server.helpers import Running, serving
+from tests.server.helpers import Running, make, serving
 
 PRESS = "Edgar Flara will join the board of Rainga Press. The company employs 180 people."
 QUESTION = "How many workers does Rainga Press have?"
 BRIDGE = "Basalt Bridge was opened by Ines Kaur in the spring."
+NEWS = (("press", PRESS), ("bridge", BRIDGE))
 
 
 @pytest.fixture(scope="session")
@@ -22,11 +23,8 @@ def mac_tiny() -> MACModel:
 @pytest.fixture(scope="session")
 def running(mac_tiny: MACModel, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     """A server without keys. Its bank `news` holds two documents that no test changes."""
+    press = {"id": "press", "text": PRESS, "metadata": {"year": 2005, "date": "2005-05-09"}}
+    bridge = {"id": "bridge", "text": BRIDGE, "metadata": {"year": 2004, "date": "2004-05-09"}}
     with serving(tmp_path_factory.mktemp("served"), mac_tiny) as running, running.client() as client:
-        client.post("/v1/banks", json={"name": "news"}).raise_for_status()
-        documents = [
-            {"id": "press", "text": PRESS, "metadata": {"year": 2005, "date": "2005-05-09"}},
-            {"id": "bridge", "text": BRIDGE, "metadata": {"year": 2004, "date": "2004-05-09"}},
-        ]
-        client.post("/v1/banks/news/documents", json={"documents": documents}).raise_for_status()
+        make(client, "news", press, bridge)
         yield running

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-import socket
 import stat
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,32 +17,21 @@ from typer.testing import CliRunner
 from mac_rag.cli.main import app as command
 from mac_rag.errors import ConfigError
 from mac_rag.model import MACModel
-from mac_rag.server.app import PUBLIC, make_app
+from mac_rag.server.app import PUBLIC, Access, make_app
 from mac_rag.server.keys import KeyStore, Principal
 from tests.server.conftest import PRESS, QUESTION
-from tests.server.helpers import Running, serving
+from tests.server.helpers import Running, make, serving
 
 
 @pytest.fixture(scope="module")
-def tenants(mac_tiny: MACModel, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Running, dict[str, str]]]:
+def tenants(mac_tiny: MACModel, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     """A server with keys: `root` for everything, `acme` and `initech` for the banks that begin with their names."""
-    folder = tmp_path_factory.mktemp("tenants")
-    store = KeyStore(folder / "keys.json")
-    tokens = {
-        "root": store.add("root", "admin", ["*"]),
-        "acme": store.add("acme", "write", ["acme-*"]),
-        "initech": store.add("initech", "admin", ["initech-*"]),
-        "reader": store.add("reader", "read", ["acme-news"]),
-    }
-    with serving(folder, mac_tiny, anyone=False) as running, running.client(tokens["root"]) as root:
+    keys = {"root": ("admin", ["*"]), "acme": ("write", ["acme-*"]), "initech": ("admin", ["initech-*"]),
+            "reader": ("read", ["acme-news"])}  # fmt: skip
+    with serving(tmp_path_factory.mktemp("tenants"), mac_tiny, keys=keys) as running, running.client("root") as root:
         for name in ("acme-news", "initech-news"):
-            root.post("/v1/banks", json={"name": name}).raise_for_status()
-            body = {"documents": [{"id": f"{name}-secret", "text": PRESS}]}
-            root.post(f"/v1/banks/{name}/documents", json=body).raise_for_status()
-        yield running, tokens
-
-
-Tenants = tuple[Running, dict[str, str]]
+            make(root, name, (f"{name}-secret", PRESS))
+        yield running
 
 
 def requests_to_bank(name: str) -> list[tuple[str, str, dict[str, Any]]]:
@@ -72,13 +60,8 @@ def requests_to_bank(name: str) -> list[tuple[str, str, dict[str, Any]]]:
 
 
 class TestKeys:
-    def test_every_route_needs_one(self, tenants: Tenants) -> None:
-        running, tokens = tenants
-        with (
-            running.client() as nobody,
-            running.client("mac_guessed") as guesser,
-            running.client(tokens["root"]) as root,
-        ):
+    def test_every_route_needs_one(self, tenants: Running) -> None:
+        with tenants.client() as nobody, tenants.client("mac_guessed") as guesser, tenants.client("root") as root:
             paths = root.get("/openapi.json").json()["paths"]
             assert len(paths) > 15
             guarded = [(method, path) for path, methods in paths.items() for method in methods if path not in PUBLIC]
@@ -92,8 +75,7 @@ class TestKeys:
             for path in PUBLIC:
                 assert nobody.get(path).status_code == 200
 
-    def test_scopes(self, tenants: Tenants) -> None:
-        running, tokens = tenants
+    def test_scopes(self, tenants: Running) -> None:
         needed = {"GET": "read", "DELETE": "write"}
         for method, path, more in requests_to_bank("acme-news"):
             if path.endswith(("/backup", "/compact")) or (method != "GET" and path == "/v1/banks/acme-news"):
@@ -104,17 +86,16 @@ class TestKeys:
                 scope = needed.get(method, "read")
             if scope == "read":
                 continue
-            response = running.client(tokens["reader"]).request(method, path, **more)
+            response = tenants.client("reader").request(method, path, **more)
             assert response.status_code == 403, path
             if scope == "admin":
-                assert running.client(tokens["acme"]).request(method, path, **more).status_code == 403
-        with running.client(tokens["acme"]) as writer:
+                assert tenants.client("acme").request(method, path, **more).status_code == 403
+        with tenants.client("acme") as writer:
             assert writer.get("/metrics").status_code == 403
             assert writer.post("/v1/banks", json={"name": "acme-more"}).status_code == 403
 
-    def test_a_bank_of_others_is_answered_as_one_that_is_not_there(self, tenants: Tenants) -> None:
-        running, tokens = tenants
-        with running.client(tokens["initech"]) as client:
+    def test_a_bank_of_others_is_answered_as_one_that_is_not_there(self, tenants: Running) -> None:
+        with tenants.client("initech") as client:
             theirs, absent = requests_to_bank("acme-news"), requests_to_bank("acme-none")
             for (method, path, more), (_, other_path, other_more) in zip(theirs, absent, strict=True):
                 found = client.request(method, path, **more)
@@ -128,23 +109,21 @@ class TestKeys:
             for name in ("acme-news", "acme-none"):
                 assert client.post("/v1/banks", json={"name": name}).status_code == 403
 
-    def test_jobs_of_others_are_not_there(self, tenants: Tenants) -> None:
-        running, tokens = tenants
+    def test_jobs_of_others_are_not_there(self, tenants: Running) -> None:
         body = {"documents": [{"id": "job", "text": PRESS}], "wait": False}
-        job = running.client(tokens["acme"]).post("/v1/banks/acme-news/documents", json=body).json()["id"]
-        client = running.client(tokens["initech"])
+        job = tenants.client("acme").post("/v1/banks/acme-news/documents", json=body).json()["id"]
+        client = tenants.client("initech")
         for method in ("GET", "DELETE"):
             answer, absent = client.request(method, f"/v1/jobs/{job}"), client.request(method, "/v1/jobs/job-0")
             assert answer.status_code == 404
             assert answer.text == absent.text
 
     def test_metrics_tell_of_all_banks_so_they_need_a_key_for_all(self, mac_tiny: MACModel, tmp_path: Path) -> None:
-        store = KeyStore(tmp_path / "keys.json")
-        tokens = [store.add(name, "admin", banks) for name, banks in (("all", ["*"]), ("acme", ["acme-*"]))]
-        with serving(tmp_path, mac_tiny, anyone=False) as running:
-            root, tenant = map(running.client, tokens)
+        keys = {"all": ("admin", ["*"]), "acme": ("admin", ["acme-*"])}
+        with serving(tmp_path, mac_tiny, keys=keys) as running:
+            root, tenant = map(running.client, keys)
             for name in ("initech-secret", "acme-news"):
-                root.post("/v1/banks", json={"name": name}).raise_for_status()
+                make(root, name)
             running.service.catalog.unavailable |= {"initech-broken", "acme-broken"}
             assert 'bank="initech-secret"' in root.get("/metrics").text
             assert tenant.get("/metrics").status_code == 403
@@ -156,13 +135,13 @@ class TestKeys:
     def test_a_removed_key_ends_at_once_and_the_server_stays_shut(self, mac_tiny: MACModel, tmp_path: Path) -> None:
         store = KeyStore(tmp_path / "keys.json")
         token = store.add("only", "admin", ["*"])
-        with serving(tmp_path, mac_tiny, anyone=True) as running, running.client(token) as client:
+        with serving(tmp_path, mac_tiny) as running, running.client(token) as client:
             assert client.get("/v1/banks").status_code == 200
             store.remove("only")
             assert client.get("/v1/banks").status_code == 401
             (tmp_path / "keys.json").unlink()
             assert client.get("/v1/banks").status_code == 401
-        with serving(tmp_path, mac_tiny, anyone=True) as running, running.client() as client:
+        with serving(tmp_path, mac_tiny) as running, running.client() as client:
             assert client.get("/v1/banks").status_code == 401
 
     def test_no_keys_is_refused_for_a_folder_that_had_some(self, tmp_path: Path) -> None:
@@ -248,7 +227,7 @@ class TestWithoutKeys:
     @pytest.mark.parametrize(("peer", "status"), [("127.0.0.1", 200), ("::1", 200), ("192.0.2.7", 403), ("", 403)])
     def test_who_is_local_is_told_by_the_connection(self, running: Running, peer: str, status: int) -> None:
         async def asked() -> int:
-            app: Any = make_app(running.service, anyone=True)
+            app: Any = make_app(running.service, Access(anyone=True))
             there = httpx.ASGITransport(app, client=(peer, 1))
             async with httpx.AsyncClient(transport=there, base_url="http://localhost") as client:
                 return (await client.get("/v1/banks")).status_code
@@ -266,9 +245,8 @@ class TestWithoutKeys:
         foreign = {"Origin": origin, "Sec-Fetch-Site": "cross-site"}
 
         async def told(origins: list[str]) -> list[httpx.Response]:
-            there = httpx.ASGITransport(
-                make_app(running.service, anyone=True, origins=origins), client=("127.0.0.1", 1)
-            )
+            app: Any = make_app(running.service, Access(anyone=True, origins=origins))
+            there = httpx.ASGITransport(app, client=("127.0.0.1", 1))
             async with httpx.AsyncClient(transport=there, base_url="http://localhost") as client:
                 return [
                     await client.options("/v1/banks", headers=preflight),
@@ -293,8 +271,7 @@ class TestWithoutKeys:
 
 def raw(running: Running, request: bytes) -> bytes:
     """What the server answers to these bytes."""
-    host, port = running.url.removeprefix("http://").split(":")
-    with socket.create_connection((host, int(port)), timeout=10) as connection:
+    with running.connected() as connection:
         connection.sendall(request)
         pieces = []
         while piece := connection.recv(65536):
@@ -305,12 +282,10 @@ def raw(running: Running, request: bytes) -> bytes:
 class TestHeaders:
     HEAD = b"GET /v1/banks HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n"
 
-    def test_a_header_that_comes_twice_is_refused(self, tenants: Tenants) -> None:
-        running, tokens = tenants
-        key = f"Authorization: Bearer {tokens['root']}\r\n".encode()
-        assert raw(running, self.HEAD + key + b"\r\n").startswith(b"HTTP/1.1 200")
-        assert raw(running, self.HEAD + key + key + b"\r\n").startswith(b"HTTP/1.1 400")
-        assert raw(running, self.HEAD + b"Authorization: Basic x\r\n" + key + b"\r\n").startswith(b"HTTP/1.1 400")
+    def test_a_header_that_comes_twice_is_refused(self, tenants: Running) -> None:
+        key = f"Authorization: Bearer {tenants.tokens['root']}\r\n".encode()
+        for before, status in ((b"", b"200"), (key, b"400"), (b"Authorization: Basic x\r\n", b"400")):
+            assert raw(tenants, self.HEAD + before + key + b"\r\n").startswith(b"HTTP/1.1 " + status)
 
     @pytest.mark.parametrize(
         "more",
@@ -328,10 +303,9 @@ class TestHeaders:
         assert answer[9:12] in (b"400", b"431")
         assert running.client().get("/health").status_code == 200
 
-    def test_forwarded_headers_change_nothing(self, tenants: Tenants) -> None:
-        running, _ = tenants
+    def test_forwarded_headers_change_nothing(self, tenants: Running) -> None:
         headers = {"X-Forwarded-For": "127.0.0.1", "X-Forwarded-Host": "localhost", "X-Original-URL": "/health"}
-        assert running.client().get("/v1/banks", headers=headers).status_code == 401
+        assert tenants.client().get("/v1/banks", headers=headers).status_code == 401
 
     def test_every_answer_carries_the_policy(self, running: Running) -> None:
         for path in ("/", "/v1/banks", "/nowhere", "/v1/banks/none"):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import stat
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,8 +16,8 @@ from mac_rag.bank import MemoryBank
 from mac_rag.data.types import Document
 from mac_rag.model import MACModel
 from mac_rag.server.catalog import BankCatalog
-from tests.server.conftest import BRIDGE, PRESS, QUESTION
-from tests.server.helpers import Running, serving
+from tests.server.conftest import BRIDGE, NEWS, PRESS, QUESTION
+from tests.server.helpers import Running, ended, make, serving
 
 EVIL = "<img src=x onerror=alert(1)>\"'&</script>"
 
@@ -26,7 +25,7 @@ EVIL = "<img src=x onerror=alert(1)>\"'&</script>"
 @pytest.fixture(scope="module")
 def own(mac_tiny: MACModel, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     """A server whose banks tests change."""
-    with serving(tmp_path_factory.mktemp("own"), mac_tiny, documents=5, body_bytes=200_000, jobs=2) as running:
+    with serving(tmp_path_factory.mktemp("own"), mac_tiny, body_bytes=200_000, jobs=2) as running:
         yield running
 
 
@@ -36,25 +35,8 @@ def client(own: Running) -> Iterator[httpx.Client]:
         yield client
 
 
-def make(client: httpx.Client, name: str, *texts: tuple[str, str], **more: Any) -> str:
-    client.post("/v1/banks", json={"name": name, **more}).raise_for_status()
-    documents = [{"id": document_id, "text": text} for document_id, text in texts]
-    if documents:
-        client.post(f"/v1/banks/{name}/documents", json={"documents": documents}).raise_for_status()
-    return f"/v1/banks/{name}"
-
-
-def ended(client: httpx.Client, job: dict[str, Any]) -> dict[str, Any]:
-    for _ in range(1000):
-        if job["state"] not in ("waiting", "running"):
-            return job
-        time.sleep(0.02)
-        job = client.get(f"/v1/jobs/{job['id']}").json()
-    raise AssertionError(job)
-
-
 def test_documents_come_and_go(client: httpx.Client) -> None:
-    place = make(client, "life", ("press", PRESS), ("bridge", BRIDGE))
+    place = make(client, "life", *NEWS)
     document = client.get(f"{place}/document", params={"id": "press"}).json()
     assert (document["text"], document["merged_with"]) == (PRESS, [])
     again = client.post(f"{place}/documents", json={"documents": [{"id": "press", "text": PRESS}]}).json()
@@ -165,7 +147,7 @@ def test_a_cancelled_job_keeps_what_is_put(own: Running, client: httpx.Client, m
         [{"id": "a", "text": "x", "metadata": {"date": "03/04/2004"}}],
         [{"id": "good", "text": PRESS}, {"id": "a", "text": 7}],
         [{"id": "good", "text": PRESS}, {"id": "good", "text": "twice"}],
-        [{"id": str(number), "text": PRESS} for number in range(6)],
+        [{"id": str(number), "text": PRESS} for number in range(1_001)],
     ],
 )
 def test_bad_documents_change_nothing(client: httpx.Client, documents: list[Any]) -> None:
@@ -262,7 +244,7 @@ def test_an_empty_bank_is_told(client: httpx.Client) -> None:
 def test_a_restart_finds_everything_and_a_backup_is_a_bank(mac_tiny: MACModel, tmp_path: Path) -> None:
     question = {"model": "tiny:kept", "messages": [{"role": "user", "content": QUESTION}]}
     with serving(tmp_path, mac_tiny) as running, running.client() as client:
-        place = make(client, "kept", ("press", PRESS), ("bridge", BRIDGE))
+        place = make(client, "kept", *NEWS)
         make(client, "gone", ("press", PRESS), retriever="none")
         label = client.post(f"{place}/backup").json()["backup"]
         first = client.post("/v1/chat/completions", json=question).json()
@@ -289,7 +271,7 @@ def test_a_restart_finds_everything_and_a_backup_is_a_bank(mac_tiny: MACModel, t
 def test_logs_name_changes_and_no_text(mac_tiny: MACModel, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO")
     with serving(tmp_path, mac_tiny) as running, running.client() as client:
-        place = make(client, "news", ("press", PRESS), ("bridge", BRIDGE))
+        place = make(client, "news", *NEWS)
         body = {"model": "tiny:news", "messages": [{"role": "user", "content": QUESTION}]}
         client.post("/v1/chat/completions", json=body).raise_for_status()
         client.delete(f"{place}/document", params={"id": "press"}).raise_for_status()

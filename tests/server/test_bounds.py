@@ -18,12 +18,10 @@ import pytest
 from mac_rag.errors import BankError
 from mac_rag.model import MACModel
 from mac_rag.server import catalog, completions, jobs, requests
-from mac_rag.server.keys import KeyStore
 from mac_rag.server.service import Service
 from tests.helpers import wait_until
-from tests.server.conftest import BRIDGE, PRESS, QUESTION
-from tests.server.helpers import Running, serving
-from tests.server.test_faults import connected
+from tests.server.conftest import NEWS, PRESS, QUESTION
+from tests.server.helpers import Running, make, serving
 
 CHAT: Any = {"model": "tiny:news", "messages": [{"role": "user", "content": QUESTION}]}
 
@@ -104,11 +102,11 @@ class TestRequests:
 
 def test_bodies_are_bounded_in_sum(mac_tiny: MACModel, tmp_path: Path) -> None:
     with serving(tmp_path, mac_tiny, bodies_bytes=300_000) as running, running.client() as client:
-        client.post("/v1/banks", json={"name": "news"}).raise_for_status()
+        make(client, "news")
         head = "POST /v1/banks/news/documents HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
         gate: Any = running.server.config.loaded_app
         body, kind = b" " * 150_000, {"Content-Type": "application/json"}
-        with connected(running) as first:
+        with running.connected() as first:
             first.sendall(f"{head}Content-Length: 250000\r\n\r\n".encode() + b" " * 200_000)
             wait_until(lambda: gate._bodies.total() == 200_000)
             refused = client.post("/v1/banks/news/documents", content=body, headers=kind)
@@ -120,13 +118,10 @@ def test_bodies_are_bounded_in_sum(mac_tiny: MACModel, tmp_path: Path) -> None:
 class TestKeys:
     @pytest.fixture
     def two(self, mac_tiny: MACModel, tmp_path: Path) -> Iterator[tuple[Running, list[httpx.Client]]]:
-        store = KeyStore(tmp_path / "keys.json")
-        tokens = [store.add(name, "admin", ["*"]) for name in ("greedy", "modest")]
-        with serving(tmp_path, mac_tiny, anyone=False, pending=4) as running:
-            clients = [running.client(token) for token in tokens]
-            clients[0].post("/v1/banks", json={"name": "news"}).raise_for_status()
-            documents = [{"id": "press", "text": PRESS}, {"id": "bridge", "text": BRIDGE}]
-            clients[0].post("/v1/banks/news/documents", json={"documents": documents}).raise_for_status()
+        keys = dict.fromkeys(("greedy", "modest"), ("admin", ["*"]))
+        with serving(tmp_path, mac_tiny, keys=keys, pending=4) as running:
+            clients = [running.client(name) for name in keys]
+            make(clients[0], "news", *NEWS)
             yield running, clients
 
     def test_a_key_that_asks_too_much_hinders_no_other(self, two: Any) -> None:
@@ -218,9 +213,7 @@ class TestErrors:
     def test_long_ids_do_not_end_the_pages(self, mac_tiny: MACModel, tmp_path: Path) -> None:
         names = [f"{number}" + "\N{GRINNING FACE}" * 999 for number in range(3)]
         with serving(tmp_path, mac_tiny) as running, running.client() as client:
-            client.post("/v1/banks", json={"name": "news"}).raise_for_status()
-            documents = [{"id": name, "text": PRESS} for name in names]
-            client.post("/v1/banks/news/documents", json={"documents": documents}).raise_for_status()
+            make(client, "news", *((name, PRESS) for name in names))
             found, more, after = list[str](), True, {}
             while more:
                 page = client.get("/v1/banks/news/documents", params={"limit": 1, **after}).json()
@@ -264,7 +257,7 @@ def test_a_stop_waits_for_nobody_forever(mac_tiny: MACModel, tmp_path: Path, mon
     go = threading.Event()
     with ThreadPoolExecutor(2) as pool:
         with serving(tmp_path, mac_tiny) as running, running.client() as client:
-            client.post("/v1/banks", json={"name": "news"}).raise_for_status()
+            make(client, "news")
             engine = running.service.catalog.get("news").engine
             adapt, begun = engine.adapt, threading.Semaphore(0)
 

@@ -32,7 +32,7 @@ class TestChatOpenAI:
         llm = self.llm(running)
         message = llm.invoke(QUESTION)
         assert message.content == expected[0]
-        assert message.usage_metadata["output_tokens"] == 1
+        assert message.usage_metadata["output_tokens"] == 2
         assert [one.content for one in llm.batch(questions)] == expected
         assert asyncio.run(llm.ainvoke(BRIDGE_QUESTION)).content == expected[1]
 

@@ -10,12 +10,13 @@ import openai
 import pytest
 
 from mac_rag.engine import MACEngine
+from mac_rag.lm.decoding import Sampling
 from mac_rag.model.calibration import Calibration, Logistic
 from mac_rag.server.catalog import ServedBank
 from mac_rag.server.requests import ChatRequest, CompletionRequest, ResponsesRequest
 from tests.helpers import wait_until
-from tests.server.conftest import QUESTION
-from tests.server.helpers import Running
+from tests.server.conftest import BRIDGE, QUESTION
+from tests.server.helpers import Running, events, make
 
 MESSAGES: Any = [{"role": "user", "content": QUESTION}]
 IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA"}}
@@ -42,7 +43,7 @@ class TestOpenAIClient:
         assert answer.choices[0].message.content == expected.text == "180"
         assert answer.choices[0].finish_reason == "stop"
         prompt = engine.model.fit_to_window(QUESTION, expected.contexts)
-        assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (len(prompt.ids), 1)
+        assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (len(prompt.ids), 2)  # a space, 180
         more: Any = answer.model_extra
         ids, attention = engine.document_attention([QUESTION])
         shares = {source["document_id"]: source["attention"] for source in more["sources"]}
@@ -62,6 +63,46 @@ class TestOpenAIClient:
         assert chunks[0].choices[0].delta.role == "assistant"
         assert chunks[-2].choices[0].finish_reason == "stop"
         assert chunks[-1].usage.completion_tokens > 0
+
+    def test_tokens_come_with_their_log_probabilities(self, client: openai.OpenAI, engine: MACEngine) -> None:
+        ask: Any = client.chat.completions.create
+        messages = [{"role": "user", "content": "Who opened Basalt Bridge?"}]
+        options: Any = {"model": "tiny:news", "messages": messages, "logprobs": True, "top_logprobs": 2}
+        whole = ask(**options)
+        told = whole.choices[0].logprobs.content
+        assert "".join(token.token for token in told).strip() == whole.choices[0].message.content
+        assert whole.usage.completion_tokens == len(told) > 2
+        [answer] = engine.answer(["Who opened Basalt Bridge?"], sampling=Sampling(log_probabilities=2))
+        expected = [token.log_probability for token in answer.decoded.tokens]
+        assert [token.logprob for token in told] == pytest.approx(expected, abs=1e-4)
+        for token in told:
+            assert bytes(token.bytes).decode() == token.token
+            assert token.top_logprobs[0].logprob == token.logprob  # it is greedy
+            assert len(token.top_logprobs) == 2
+        chunks = [chunk.choices[0] for chunk in ask(**options, stream=True)]
+        streamed = [token for one in chunks if one.logprobs for token in one.logprobs.content]
+        assert [token.token for token in streamed] == [token.token for token in told]
+        text = client.completions.create(model="tiny:news", prompt=messages[0]["content"], logprobs=1).choices[0]
+        assert text.logprobs is not None
+        assert text.logprobs.tokens == [token.token for token in told]
+        for token, place in zip(text.logprobs.tokens, text.logprobs.text_offset, strict=True):
+            assert text.text[place:].startswith(token if place else token.lstrip())
+        response = client.responses.create(model="tiny:news", input=messages[0]["content"], top_logprobs=1)
+        part: Any = response.output[0].content[0]  # type: ignore[union-attr]
+        assert [token.token for token in part.logprobs] == [token.token for token in told]
+
+    def test_several_answers_are_drawn_apart_and_again_alike(self, client: openai.OpenAI) -> None:
+        ask: Any = client.chat.completions.create
+        options: Any = {"model": "tiny", "messages": MESSAGES, "temperature": 2.0, "n": 4}
+        texts = [[choice.message.content for choice in ask(**options, seed=5).choices] for _ in range(2)]
+        assert texts[0] == texts[1]
+        assert len(set(texts[0])) > 1
+        assert [ask(**{**options, "n": 1}, seed=5 + place).choices[0].message.content for place in range(4)] == texts[0]
+        assert len({choice.message.content for choice in ask(**options).choices}) > 1
+        streamed = [""] * 4
+        for chunk in ask(**options, seed=5, stream=True):
+            streamed[chunk.choices[0].index] += chunk.choices[0].delta.content or ""
+        assert streamed == texts[0]
 
     def test_completions_of_several_prompts(self, client: openai.OpenAI, engine: MACEngine) -> None:
         questions = [QUESTION, "Who opened Basalt Bridge?"]
@@ -89,8 +130,8 @@ class TestOpenAIClient:
     @pytest.mark.parametrize(
         ("more", "param"),
         [
-            ({"n": 2}, "n"),
-            ({"logprobs": True}, "logprobs"),
+            ({"n": 9}, "n"),
+            ({"top_logprobs": 2}, "top_logprobs"),
             ({"tools": [{"type": "function"}]}, "tools"),
             ({"tool_choice": "required"}, "tool_choice"),
             ({"stop": list("abcde")}, "stop"),
@@ -100,12 +141,10 @@ class TestOpenAIClient:
             ({"messages": [{"role": "assistant", "tool_calls": [{}]}, *MESSAGES]}, "messages"),
             ({"messages": [{"role": "user", "content": [IMAGE]}]}, "messages.0.content.0.type"),
             ({"response_format": {"type": "json_object"}}, "response_format"),
-            ({"presence_penalty": 1.0}, "presence_penalty"),
-            ({"repetition_penalty": 1.1}, "repetition_penalty"),
-            ({"logit_bias": {"5": 1}}, "logit_bias"),
+            ({"presence_penalty": 3.0}, "presence_penalty"),
+            ({"logit_bias": {"99999999": 1}}, "logit_bias"),
             ({"modalities": ["text", "audio"]}, "modalities"),
             ({"guided_json": {"type": "object"}}, "guided_json"),
-            ({"functions": [{"name": "f"}]}, "functions"),
             ({"filter": {"year": 2004}}, "filter"),  # a misspelt restriction must not be lost
             ({"Filters": {"year": 2004}}, "Filters"),
             ({"k": 21}, "k"),
@@ -143,12 +182,6 @@ class TestOpenAIClient:
             assert answer.choices[0].message.content == "180"
             assert (answer.model_extra or {})["notes"] == []
 
-    def test_what_had_no_influence_on_drawn_answers_is_noted(self, client: openai.OpenAI) -> None:
-        answer = client.chat.completions.create(
-            model="tiny:news", messages=MESSAGES, temperature=0.5, extra_body={"top_k": 3}
-        )
-        assert (answer.model_extra or {})["notes"] == ["top_k had no influence; use top_p"]
-
     @pytest.mark.parametrize("text", ["A text part.", ""])
     def test_parts_of_a_message_stay_apart(self, client: openai.OpenAI, text: str) -> None:
         parts: Any = [{"type": "text", "text": text}, {"type": "text", "text": QUESTION}]
@@ -179,9 +212,8 @@ class TestOpenAIClient:
     def test_only_the_last_chunk_has_usage_and_the_others_say_so(self, running: Running) -> None:
         body = {"model": "tiny:news", "messages": MESSAGES, "stream": True}
         for options, usage in (({}, []), ({"stream_options": {"include_usage": True}}, [None, None, "total"])):
-            with running.client().stream("POST", "/v1/chat/completions", json=body | options) as response:
-                events = [json.loads(line[6:]) for line in response.iter_lines() if line.startswith("data: {")]
-            assert [event["usage"] and "total" for event in events if "usage" in event] == usage
+            told = events(running.client().post("/v1/chat/completions", json=body | options))
+            assert [event["usage"] and "total" for event in told if "usage" in event] == usage
 
     def test_faults_of_http_are_errors_that_clients_read(self, running: Running, client: openai.OpenAI) -> None:
         with pytest.raises(openai.NotFoundError, match="nothing at this path"):
@@ -203,7 +235,7 @@ class TestResponses:
             response = client.responses.create(model="tiny:news", input=asked, store=False)
             assert (response.output_text, response.status) == (engine.answer([QUESTION])[0].text, "completed")
             assert response.usage is not None
-            assert response.usage.output_tokens == 1
+            assert response.usage.output_tokens == 2
             assert (response.model_extra or {})["retrieved"] == ["press"]
         cut = client.responses.create(model="tiny:news", input="Who opened Basalt Bridge?", max_output_tokens=1)
         assert (cut.status, cut.incomplete_details and cut.incomplete_details.reason) == (
@@ -215,28 +247,25 @@ class TestResponses:
         question = "Who opened Basalt Bridge?"
         whole = client.responses.create(model="tiny:news", input=question)
         with client.responses.stream(model="tiny:news", input=question) as stream:
-            events = list(stream)
+            told = list(stream)
             final = stream.get_final_response()
-        assert (
-            "".join(event.delta for event in events if event.type == "response.output_text.delta") == whole.output_text
-        )
+        deltas = [event.delta for event in told if event.type == "response.output_text.delta"]
+        assert "".join(deltas) == whole.output_text
         assert final.output_text == whole.output_text
         assert final.usage == whole.usage
-        assert [event.sequence_number for event in events] == list(range(len(events)))
-        assert [events[0].type, events[-1].type] == ["response.created", "response.completed"]
+        assert [event.sequence_number for event in told] == list(range(len(told)))
+        assert [told[0].type, told[-1].type] == ["response.created", "response.completed"]
 
     @pytest.mark.parametrize(
         ("more", "param"),
         [
-            ({"previous_response_id": "resp_1"}, "previous_response_id"),
-            ({"tools": [{"type": "web_search"}]}, "tools"),
             ({"text": {"format": {"type": "json_schema"}}}, "text.format.type"),
             (
                 {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]},
                 "input.0.content.0.type",
             ),
             ({"input": [{"role": "assistant", "content": "Hello."}]}, "messages"),
-            ({"background": True}, "background"),
+            ({"include": ["file_search_call.results"]}, "include.0"),
         ],
     )
     def test_what_it_has_not_is_named(self, running: Running, more: dict[str, Any], param: str) -> None:
@@ -250,17 +279,14 @@ class TestWire:
     @pytest.mark.parametrize("path", ["chat/completions", "responses"])
     def test_an_event_of_a_stream_is_a_line_for_every_reader(self, running: Running, path: str) -> None:
         name = f"a{self.SEPARATORS}b"
-        documents = [{"id": name, "text": "Basalt Bridge was opened by Ines Kaur in the spring."}]
         with running.client() as plain:
-            plain.post("/v1/banks", json={"name": "lines"})
-            plain.post("/v1/banks/lines/documents", json={"documents": documents}).raise_for_status()
+            make(plain, "lines", (name, BRIDGE))
             asked = "Who opened Basalt Bridge?"
             said: Any = {"messages": [{"role": "user", "content": asked}], "input": asked}
             del said["input" if path == "chat/completions" else "messages"]
-            text = plain.post(f"/v1/{path}", json={"model": "tiny:lines", "stream": True, **said}).content.decode()
+            [*_, last] = events(plain.post(f"/v1/{path}", json={"model": "tiny:lines", "stream": True, **said}))
             plain.delete("/v1/banks/lines").raise_for_status()
-        events = [json.loads(line[6:]) for line in text.splitlines() if line.startswith("data: {")]
-        last = events[-1].get("response", events[-1])
+        last = last.get("response", last)
         assert last["retrieved"] == [name]
 
     @pytest.mark.parametrize(
@@ -292,9 +318,8 @@ class TestWire:
         body = {"model": "tiny:news", "messages": MESSAGES, "retriever": "none", "min_confidence": 0.6}
         answer = running.client().post("/v1/chat/completions", json=body).json()
         assert answer["choices"][0]["message"]["content"] == "I don't know"
-        generated = engine.answer([QUESTION], use_retriever=False)[0].text
-        tokens = len(running.service.model.base_lm.prompts.texts.ids(generated))
-        assert answer["usage"]["completion_tokens"] == tokens
+        [generated] = engine.answer([QUESTION], use_retriever=False)
+        assert answer["usage"]["completion_tokens"] == len(generated.decoded.tokens)
 
 
 class TestOwnFields:
@@ -315,11 +340,14 @@ class TestOwnFields:
             assert answer["choices"][0]["message"]["content"] == text
             assert (answer["confidence"], answer["guess"]) == (0.5, guess)
             body = {"model": "tiny:news", "messages": MESSAGES, "min_confidence": least, "retriever": "none"}
-            with running.client().stream("POST", "/v1/chat/completions", json={**body, "stream": True}) as response:
-                events = [json.loads(line[6:]) for line in response.iter_lines() if line.startswith("data: {")]
-            assert "".join(event["choices"][0]["delta"].get("content", "") for event in events) == text
-            assert events[-1]["confidence"] == 0.5
+            told = events(running.client().post("/v1/chat/completions", json={**body, "stream": True}))
+            assert "".join(event["choices"][0]["delta"].get("content", "") for event in told) == text
+            assert told[-1]["confidence"] == 0.5
         assert self.ask(running)["confidence"] is None
+        # Confidence alone keeps no text back.
+        body = {"model": "tiny:news", "messages": MESSAGES, "min_confidence": 0, "retriever": "none", "stream": True}
+        monkeypatch.setattr(running.service.asking, "answer", None)
+        assert events(running.client().post("/v1/chat/completions", json=body))[-1]["confidence"] == 0.5
 
     def test_filters_and_as_of_hide_documents(self, running: Running) -> None:
         for hidden in ({"filters": {"year": 2004}}, {"as_of": "2004-12"}, {"filters": {"year": [1999, 2004]}}):
@@ -363,7 +391,7 @@ class TestOwnFields:
 def test_a_conversation_is_read_by_a_model_that_chats(chat_checkpoint: Any) -> None:
     from mac_rag.lm.chat import Message
     from mac_rag.model import MACModel
-    from mac_rag.server.asking import Asking, ServedQuestion
+    from mac_rag.server.asking import Asking, Piece, ServedQuestion
     from mac_rag.server.metrics import Metrics
 
     class NoBanks:
@@ -379,7 +407,7 @@ def test_a_conversation_is_read_by_a_model_that_chats(chat_checkpoint: Any) -> N
     assert reply.prompt_tokens == len(fitted.ids)
     assert reply.text == model.generate([fitted])[0]
     pieces = list(asking.stream(ServedQuestion("Where?", None, before=before)))
-    assert "".join(piece for piece in pieces if isinstance(piece, str)) == reply.text
+    assert "".join(piece.text for piece in pieces if isinstance(piece, Piece)) == reply.text
 
 
 def test_questions_that_arrive_together_share_batches(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:

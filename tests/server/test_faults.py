@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import socket
 import subprocess
 import sys
@@ -19,14 +18,15 @@ import httpx
 import pytest
 
 from mac_rag.bank import MemoryBank
+from mac_rag.data.types import Decoded
 from mac_rag.engine import MACEngine
 from mac_rag.errors import ConfigError
 from mac_rag.model import MACModel
 from mac_rag.server.keys import KeyStore
 from mac_rag.server.service import Service
 from tests.helpers import wait_until
-from tests.server.conftest import BRIDGE, PRESS, QUESTION
-from tests.server.helpers import Running, serving
+from tests.server.conftest import NEWS, PRESS, QUESTION
+from tests.server.helpers import Running, make, serving
 
 ASK: Any = {"model": "tiny:news", "messages": [{"role": "user", "content": QUESTION}], "sources": 0}
 
@@ -36,19 +36,12 @@ def one_at_a_time(mac_tiny: MACModel, tmp_path: Path) -> Iterator[Running]:
     """A server that takes two questions at a time, and two seconds for a body."""
     with serving(tmp_path, mac_tiny, pending=2, body_seconds=2) as running:
         with running.client() as client:
-            client.post("/v1/banks", json={"name": "news"}).raise_for_status()
-            documents = [{"id": "press", "text": PRESS}, {"id": "bridge", "text": BRIDGE}]
-            client.post("/v1/banks/news/documents", json={"documents": documents}).raise_for_status()
+            make(client, "news", *NEWS)
         yield running
 
 
 def engine_of(running: Running) -> MACEngine:
     return running.service.catalog.get("news").engine
-
-
-def connected(running: Running) -> socket.socket:
-    host, port = running.url.removeprefix("http://").split(":")
-    return socket.create_connection((host, int(port)), timeout=10)
 
 
 def request(body: dict[str, Any]) -> bytes:
@@ -81,7 +74,7 @@ def test_a_question_of_a_client_that_left_is_not_asked(one_at_a_time: Running, m
     engine, batches = engine_of(one_at_a_time), list[int]()
     monkeypatch.setattr(engine, "on_batch", batches.append)
     with engine._queue.turn():
-        with connected(one_at_a_time) as connection:
+        with one_at_a_time.connected() as connection:
             connection.sendall(request(ASK))
             wait_until(lambda: len(engine._queue._waiting) == 1)
         wait_until(lambda: engine._queue._waiting[0].is_cancelled)
@@ -92,16 +85,16 @@ def test_a_question_of_a_client_that_left_is_not_asked(one_at_a_time: Running, m
 def test_a_stream_ends_with_its_client(one_at_a_time: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     engine, ended = engine_of(one_at_a_time), threading.Event()
 
-    def endless(*_: Any, **__: Any) -> Iterator[str]:
+    def endless(*_: Any, **__: Any) -> Iterator[Decoded]:
         try:
             while True:
-                yield "piece "
+                yield Decoded("piece ")
                 time.sleep(0.01)
         finally:
             ended.set()
 
     monkeypatch.setattr(engine, "stream", endless)
-    with connected(one_at_a_time) as connection:
+    with one_at_a_time.connected() as connection:
         connection.sendall(request({**ASK, "stream": True}))
         assert b"200 OK" in connection.recv(1000)
     assert ended.wait(20)  # the server's own bound would end it after a minute
@@ -111,10 +104,10 @@ def test_a_stream_ends_with_its_client(one_at_a_time: Running, monkeypatch: pyte
 def test_a_stream_that_takes_too_long_says_so(one_at_a_time: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     read = threading.Event()
 
-    def slow(*_: Any, **__: Any) -> Iterator[str]:
-        yield "a piece"
+    def slow(*_: Any, **__: Any) -> Iterator[Decoded]:
+        yield Decoded("a piece")
         assert read.wait(20)
-        yield "too late"
+        yield Decoded("too late")
 
     monkeypatch.setattr(engine_of(one_at_a_time), "stream", slow)
     monkeypatch.setattr(one_at_a_time.service.questions, "_seconds", 2)
@@ -128,7 +121,7 @@ def test_a_stream_that_takes_too_long_says_so(one_at_a_time: Running, monkeypatc
 
 
 def test_a_body_that_never_ends_is_refused(one_at_a_time: Running) -> None:
-    with connected(one_at_a_time) as connection:
+    with one_at_a_time.connected() as connection:
         connection.sendall(request(ASK)[:-10])
         assert connection.recv(1000).startswith(b"HTTP/1.1 408")
     assert one_at_a_time.client().get("/ready").status_code == 200
@@ -137,7 +130,7 @@ def test_a_body_that_never_ends_is_refused(one_at_a_time: Running) -> None:
 def test_stopping_finishes_what_has_begun(mac_tiny: MACModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     began, go = threading.Event(), threading.Event()
     with serving(tmp_path, mac_tiny) as running, running.client() as client, ThreadPoolExecutor(2) as pool:
-        client.post("/v1/banks", json={"name": "news"}).raise_for_status()
+        make(client, "news")
         engine = engine_of(running)
         adapt = engine.adapt
 
@@ -197,56 +190,6 @@ def start(folder: Path, *options: str) -> tuple[subprocess.Popen[bytes], str]:
             time.sleep(0.1)
     process.kill()
     raise AssertionError("the server did not start")
-
-
-@pytest.mark.slow
-def test_a_kill_loses_nothing_acknowledged(tmp_path: Path) -> None:
-    """Four clients put and delete; the process is killed meanwhile, and the next one holds what was acknowledged."""
-    held: dict[str, bool] = {}
-
-    def work(url: str, client: int, until: threading.Event) -> None:
-        with httpx.Client(base_url=f"{url}/v1/banks/news", trust_env=False, timeout=30) as http:
-            for number in range(10_000):
-                name = f"{client}-{number}"
-                try:
-                    body = {"documents": [{"id": name, "text": f"Report {name} of the board of Rainga Press."}]}
-                    if http.post("/documents", json=body).status_code == 200:
-                        held[name] = True
-                    if number % 3 == 0:
-                        held.pop(name)  # unknown until it is acknowledged
-                        if http.delete("/document", params={"id": name}).status_code == 200:
-                            held[name] = False
-                except httpx.TransportError:
-                    held.pop(name, None)
-                    return
-                if until.is_set():
-                    return
-
-    process, url = start(tmp_path)
-    httpx.post(f"{url}/v1/banks", json={"name": "news"}, trust_env=False).raise_for_status()
-    for how in (signal.SIGKILL, signal.SIGTERM):
-        end = threading.Event()
-        with ThreadPoolExecutor(4) as pool:
-            clients = [pool.submit(work, url, client + how * 10, end) for client in range(4)]
-            time.sleep(2)
-            process.send_signal(how)
-            process.wait(60)
-            end.set()
-            for client in clients:
-                client.result()
-        assert len(held) > 4
-        process, url = start(tmp_path)
-        listed = httpx.get(f"{url}/v1/banks/news/documents", params={"limit": 1000}, trust_env=False).json()["data"]
-        found = {one["id"] for one in listed}
-        assert [name for name, is_there in held.items() if is_there and name not in found] == []
-        assert [name for name, is_there in held.items() if not is_there and name in found] == []
-        # What the retriever holds is what the bank holds.
-        hits = httpx.post(f"{url}/v1/banks/news/search", json={"query": "board", "k": 100}, trust_env=False).json()[
-            "data"
-        ]
-        assert {hit["id"] for hit in hits} <= found
-    process.terminate()
-    assert process.wait(60) in (0, -signal.SIGTERM)
 
 
 @pytest.mark.parametrize("wrong", [".", "banks"])

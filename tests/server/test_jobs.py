@@ -18,11 +18,10 @@ import pytest
 from mac_rag.data.conversion import converter
 from mac_rag.errors import ConfigError
 from mac_rag.model import MACModel
-from mac_rag.server.keys import KeyStore
 from mac_rag.server.service import Service
 from tests.helpers import wait_until
 from tests.server.conftest import BRIDGE, PRESS
-from tests.server.helpers import Running, serving
+from tests.server.helpers import Running, ended, make, serving
 
 KEYS = ("many", "few")
 
@@ -30,11 +29,9 @@ KEYS = ("many", "few")
 @pytest.fixture
 def two(mac_tiny: MACModel, tmp_path: Path) -> Iterator[tuple[Running, dict[str, httpx.Client]]]:
     """A server with the bank `news`, and a client for each of two keys."""
-    store = KeyStore(tmp_path / "keys.json")
-    tokens = {name: store.add(name, "admin", ["*"]) for name in KEYS}
-    with serving(tmp_path, mac_tiny, anyone=False, jobs=3) as running:
-        clients = {name: running.client(token) for name, token in tokens.items()}
-        clients["many"].post("/v1/banks", json={"name": "news"}).raise_for_status()
+    with serving(tmp_path, mac_tiny, keys=dict.fromkeys(KEYS, ("admin", ["*"])), jobs=3) as running:
+        clients = {name: running.client(name) for name in KEYS}
+        make(clients["many"], "news")
         yield running, clients
 
 
@@ -47,15 +44,6 @@ def send(client: httpx.Client, files: Any) -> dict[str, Any]:
     response = client.post("/v1/banks/news/files", files=files)
     response.raise_for_status()
     job: dict[str, Any] = response.json()
-    return job
-
-
-def ended(client: httpx.Client, job: dict[str, Any]) -> dict[str, Any]:
-    def look() -> bool:
-        job.update(client.get(f"/v1/jobs/{job['id']}").json())
-        return job["state"] not in ("waiting", "running")
-
-    wait_until(look)
     return job
 
 
@@ -121,7 +109,7 @@ def test_a_stop_in_the_midst_of_a_conversion_is_quick_and_the_next_start_goes_on
 ) -> None:
     files = [("f", ("first.txt", PRESS.encode())), ("f", ("second.html", f"<p>{BRIDGE}".encode()))]
     with serving(tmp_path, mac_tiny) as running, running.client() as client:
-        client.post("/v1/banks", json={"name": "news"}).raise_for_status()
+        make(client, "news")
         job = send(client, files)
         assert never_converts.wait(20)
         began = time.monotonic()
@@ -137,7 +125,7 @@ def test_a_stop_in_the_midst_of_a_conversion_is_quick_and_the_next_start_goes_on
 def test_what_a_killed_server_had_not_finished_goes_on_or_is_interrupted(mac_tiny: MACModel, tmp_path: Path) -> None:
     """A copy of the files while jobs wait is what a kill leaves behind."""
     with serving(tmp_path / "killed", mac_tiny) as running, running.client() as client:
-        client.post("/v1/banks", json={"name": "news"}).raise_for_status()
+        make(client, "news")
         with running.service.catalog.get("news")._change():
             body = {"documents": [{"id": "press", "text": PRESS, "metadata": {"text": 7}}], "wait": False}
             whole = client.post("/v1/banks/news/documents", json=body).json()

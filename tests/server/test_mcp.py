@@ -18,15 +18,28 @@ from mcp import Client, StdioServerParameters
 from mcp.client.streamable_http import streamable_http_client
 
 from mac_rag.model import MACModel
-from mac_rag.server.keys import KeyStore
 from mac_rag.server.mcp_tools import _on_standard_input, make_tools
 from tests.server.conftest import BRIDGE, PRESS, QUESTION
-from tests.server.helpers import Running, serving
+from tests.server.helpers import Running, make, serving
 
 
 def told(result: Any) -> Any:
     assert not result.is_error, result.content
     return json.loads(result.content[0].text)
+
+
+def over_http(running: Running, work: Callable[[Client], Awaitable[None]], key: str = "") -> None:
+    """Uses a server with a key."""
+    headers = {"Authorization": f"Bearer {running.tokens[key]}"} if key else {}
+
+    async def used() -> None:
+        async with (
+            httpx2.AsyncClient(headers=headers, trust_env=False) as http,
+            Client(streamable_http_client(f"{running.url}/mcp", http_client=http)) as client,
+        ):
+            await work(client)
+
+    asyncio.run(used())
 
 
 async def use(client: Client, bank: str) -> None:
@@ -56,20 +69,7 @@ async def use(client: Client, bank: str) -> None:
 
 
 def test_over_http_with_the_rights_of_a_key(mac_tiny: MACModel, tmp_path: Path) -> None:
-    store = KeyStore(tmp_path / "keys.json")
-    tokens = {
-        "root": store.add("root", "admin", ["*"]),
-        "agent": store.add("agent", "write", ["agent"]),
-        "reader": store.add("reader", "read", ["agent"]),
-    }
-
-    async def with_key(running: Running, token: str, work: Callable[[Client], Awaitable[None]]) -> None:
-        headers = {"Authorization": f"Bearer {token}"}
-        async with (
-            httpx2.AsyncClient(headers=headers, trust_env=False) as http,
-            Client(streamable_http_client(f"{running.url}/mcp", http_client=http)) as client,
-        ):
-            await work(client)
+    keys = {"root": ("admin", ["*"]), "agent": ("write", ["agent"]), "reader": ("read", ["agent"])}
 
     async def only_read(client: Client) -> None:
         assert told(await client.call_tool("list", {}))["banks"] == [{"name": "agent", "documents": 1}]
@@ -81,12 +81,11 @@ def test_over_http_with_the_rights_of_a_key(mac_tiny: MACModel, tmp_path: Path) 
         assert theirs.is_error
         assert "there is no bank" in theirs.content[0].text
 
-    with serving(tmp_path, mac_tiny, anyone=False) as running:
-        with running.client(tokens["root"]) as root:
-            for name in ("agent", "private"):
-                root.post("/v1/banks", json={"name": name}).raise_for_status()
-        asyncio.run(with_key(running, tokens["agent"], lambda client: use(client, "agent")))
-        asyncio.run(with_key(running, tokens["reader"], only_read))
+    with serving(tmp_path, mac_tiny, keys=keys) as running:
+        for name in ("agent", "private"):
+            make(running.client("root"), name)
+        over_http(running, lambda client: use(client, "agent"), "agent")
+        over_http(running, only_read, "reader")
     actions = [json.loads(line) for line in (tmp_path / "audit.jsonl").read_text().splitlines()]
     assert [(one["key"], one["action"]) for one in actions[2:]] == [
         ("agent", "documents.put"),
@@ -113,17 +112,9 @@ def test_results_are_bounded_and_read_on(mac_tiny: MACModel, tmp_path: Path) -> 
             read, start = read + part["text"], part["next"]
         assert read == text + "3"
 
-    async def run(running: Running) -> None:
-        async with (
-            httpx2.AsyncClient(trust_env=False) as http,
-            Client(streamable_http_client(f"{running.url}/mcp", http_client=http)) as client,
-        ):
-            await use_long(client)
-
-    with serving(tmp_path, mac_tiny) as running, running.client() as client:
-        client.post("/v1/banks", json={"name": "long"}).raise_for_status()
-        client.post("/v1/banks/long/documents", json={"documents": documents}).raise_for_status()
-        asyncio.run(run(running))
+    with serving(tmp_path, mac_tiny) as running:
+        make(running.client(), "long", *documents)
+        over_http(running, use_long)
 
 
 HALF = (
@@ -142,14 +133,14 @@ def test_a_message_that_cannot_be_read_is_answered(running: Running, monkeypatch
     assert answers[7]["error"]["code"] == answers[None]["error"]["code"] == -32700
     assert "hex escape" in answers[7]["error"]["message"]
     headers = {"Content-Type": "application/json", "Accept": "application/json, text/event-stream"}
-    over_http = running.client().post("/mcp", content=HALF, headers=headers)
-    assert (over_http.status_code, over_http.json()["error"]["code"]) == (400, -32700)
+    answer = running.client().post("/mcp", content=HALF, headers=headers)
+    assert (answer.status_code, answer.json()["error"]["code"]) == (400, -32700)
 
 
 @pytest.mark.slow
 def test_on_standard_input(mac_tiny: MACModel, tmp_path: Path) -> None:
     with serving(tmp_path, mac_tiny) as running:
-        running.client().post("/v1/banks", json={"name": "agent"}).raise_for_status()
+        make(running.client(), "agent")
     parameters = StdioServerParameters(
         command=sys.executable,
         args=["-c", "from mac_rag.cli.main import main; main()", "mcp", "--data", str(tmp_path), "--model", "mac-tiny"],

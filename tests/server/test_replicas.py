@@ -17,9 +17,10 @@ import pytest
 from mac_rag.data.types import Document
 from mac_rag.engine import MACEngine
 from mac_rag.errors import ConfigError, FingerprintError
+from mac_rag.lm.decoding import Sampling
 from mac_rag.model import MACModel
 from mac_rag.server.api_errors import APIError
-from mac_rag.server.asking import Asking, Reply, ServedQuestion
+from mac_rag.server.asking import Asking, Piece, Reply, ServedQuestion
 from mac_rag.server.catalog import BankCatalog
 from mac_rag.server.metrics import Metrics
 from mac_rag.server.replicas import Replica, ReplicatedAsking, SentQuestions
@@ -43,8 +44,8 @@ class Here:
     def answer(self, sent: SentQuestions, cancelled: Callable[[], bool] | None) -> list[Reply]:
         return asyncio.run(self._next(sent).answer(sent))
 
-    def stream(self, sent: SentQuestions) -> Iterator[str | Reply]:
-        async def all_of(replica: Replica) -> list[str | Reply]:
+    def stream(self, sent: SentQuestions) -> Iterator[Piece | Reply]:
+        async def all_of(replica: Replica) -> list[Piece | Reply]:
             return [piece async for piece in replica.stream(sent)]
 
         yield from asyncio.run(all_of(self._next(sent)))
@@ -78,6 +79,7 @@ def test_replicas_answer_as_the_server_itself(served: Served) -> None:
         ServedQuestion(QUESTION, bank, as_of="2004-12-31", sources=2),
         ServedQuestion(QUESTION, bank, allowed=frozenset({"bridge"})),
         ServedQuestion(QUESTION, bank, k=1, max_new_tokens=1),
+        ServedQuestion(QUESTION, bank, sampling=Sampling(log_probabilities=2)),
         ServedQuestion(QUESTION, None),
     ):
         assert served.replicated.answer([question]) == served.itself.answer([question])

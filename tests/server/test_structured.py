@@ -10,6 +10,7 @@ from typing import Any
 import openai
 import pytest
 
+from mac_rag.data.types import Decoded, Token
 from mac_rag.model import OwnKVModel
 from mac_rag.server.requests import ChatRequest
 from mac_rag.server.structured import wanted
@@ -36,9 +37,9 @@ class LM:
         self.model, self.says = model, ""
         self.read: list[str] = []
 
-    def generate(self, ids: Any, *_: Any, **__: Any) -> list[str]:
+    def generate(self, ids: Any, *_: Any, **__: Any) -> list[Decoded]:
         self.read += [self.model.base_lm.tokenizer.decode(row) for row in ids]
-        return [self.says] * len(ids)
+        return [Decoded(self.says, [Token(1)], True)] * len(ids)
 
 
 @pytest.fixture(scope="module")

@@ -80,35 +80,15 @@ class _Worker:
         self._lock = Lock()
         self._process: subprocess.Popen[bytes] | None = None
         self._owner = 0  # id of the process that started it; a fork must not use its parent's
+        self._interrupted = False
 
     def ask(self, path: Path, seconds: float) -> dict[str, Any]:
         with self._lock:
-            process = self._running()
-            assert process.stdin is not None
-            assert process.stdout is not None
-            late = False
-
-            def end() -> None:
-                nonlocal late
-                late = True
-                _kill(process)
-
-            timer = Timer(seconds, end)
-            timer.daemon = True
-            timer.start()
-            answered = False
-            try:
-                process.stdin.write(json.dumps({"path": os.path.abspath(path)}).encode() + b"\n")
-                process.stdin.flush()
-                line = process.stdout.readline(_LONGEST_LINE)
-                answered = line.endswith(b"\n")
-            except BrokenPipeError:
-                line = b""
-            finally:
-                timer.cancel()
-                if not answered:  # also after an interrupt: this answer must not be taken for that of the next file
-                    self._end()
-        if answered:
+            self._interrupted = False
+            line, late = self._line(path, seconds)
+            if not (line or late or self._interrupted):  # perhaps the file was not to blame: another program killed it
+                line, late = self._line(path, seconds)
+        if line:
             try:
                 answer: dict[str, Any] = parse_json(line, depth=METADATA_DEPTH)
             except MalformedError as error:
@@ -118,10 +98,41 @@ class _Worker:
             return {"error": f"takes more than {seconds:g} s to convert; convert it to text by other means"}
         return {"error": "cannot be converted: its reader has crashed; convert it to text by other means"}
 
+    def _line(self, path: Path, seconds: float) -> tuple[bytes, bool]:
+        """The process' answer, empty if it has none; True if it took too long."""
+        process = self._running()
+        assert process.stdin is not None
+        assert process.stdout is not None
+        late = False
+
+        def end() -> None:
+            nonlocal late
+            late = True
+            _kill(process)
+
+        timer = Timer(seconds, end)
+        timer.daemon = True
+        timer.start()
+        line = b""
+        try:
+            process.stdin.write(json.dumps({"path": os.path.abspath(path)}).encode() + b"\n")
+            process.stdin.flush()
+            line = process.stdout.readline(_LONGEST_LINE)
+        except BrokenPipeError:
+            pass
+        finally:
+            timer.cancel()
+            if not line.endswith(b"\n"):  # also after an interrupt: it must not be taken for that of the next file
+                line = b""
+                self._end()
+        return line, late
+
     def interrupt(self) -> None:
         process = self._process
-        if self._lock.locked() and process is not None and self._owner == os.getpid():
-            _kill(process)
+        if self._lock.locked():
+            self._interrupted = True
+            if process is not None and self._owner == os.getpid():
+                _kill(process)
 
     def _running(self) -> subprocess.Popen[bytes]:
         if self._process is None or self._owner != os.getpid() or self._process.poll() is not None:
