@@ -56,8 +56,8 @@ def main(
     The mix comes in eight parts: questions, streams, changes, uploads and jobs, some of them cancelled, while processes
     that convert files are killed. Amid the first part, the server itself is killed and starts again; so it is after the
     last one. After each part the server rests, every acknowledged change is looked for, and banks are compacted. From
-    the third part on, memory, and files for as many documents, must be those after the second, within 5 %. An error that
-    is not the client's, a lost change, or growth ends the run with exit code 1.
+    the third part on, memory, and files for as many documents, must be those after the second, within 5 %. An error
+    that is not the client's, a lost change, or growth ends the run with exit code 1.
     """
     from tempfile import TemporaryDirectory
 
