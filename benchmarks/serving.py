@@ -56,8 +56,8 @@ def main(
     The mix comes in eight parts: questions, streams, changes, uploads and jobs, some of them cancelled, while processes
     that convert files are killed. Amid the first part, the server itself is killed and starts again; so it is after the
     last one. After each part the server rests, every acknowledged change is looked for, and banks are compacted. From
-    the third part on, memory and files must be those after the second, within 5 %. An error that is not the client's, a
-    lost change, or growth ends the run with exit code 1.
+    the third part on, memory, and files for as many documents, must be those after the second, within 5 %. An error
+    that is not the client's, a lost change, or growth ends the run with exit code 1.
     """
     from tempfile import TemporaryDirectory
 
@@ -93,6 +93,7 @@ def main(
             say(f"{name:>12}: {described(run_load(ask, count, seconds, seed), seconds)}")
         latencies: dict[str, list[float]] = defaultdict(list)
         files: list[dict[str, int]] = []
+        held: list[int] = []
         with Memory(server) as memory:
             for part in range(_PARTS):
                 pause, whole = min(_PAUSE, mixed / _PARTS), mixed / _PARTS / 2 if part == 0 else None
@@ -104,14 +105,19 @@ def main(
                 time.sleep(min(_REST, mixed / _PARTS))
                 memory.rests()
                 files.append(sizes(Path(folder)))
+                held.append(load.documents)
         server.kill()
         load.check()
         say(f"{'mixed':>12}: {described(latencies, mixed)}")
         say(f"{'memory':>12}: {memory.described()}")
         say(f"{'files':>12}: " + "; ".join(f"{name} {_all_of(files, name)}" for name in files[0]))
+        say(f"{'documents':>12}: {', '.join(map(str, held))}")
         killed = f"{server.deaths} times the server, {server.killed_workers} workers"
         say(f"{'killed':>12}: {killed}; found {load.found:,} documents as acknowledged")
-        faults = [*load.faults, *(memory.faults() + grown(files) if mixed / _PARTS >= _WARM_UP else [])]
+        faults = [
+            *load.faults,
+            *(memory.faults() + grown(files, held[-1] / held[1]) if mixed / _PARTS >= _WARM_UP else []),
+        ]
         if 2 * len(latencies["crashed"]) > server.killed_workers:
             faults.append(f"more files were left out than {server.killed_workers} kills of workers tell")
         faults += [f"{len(times):,} times {kind}" for kind, times in latencies.items() if kind.startswith("error")]
@@ -281,13 +287,13 @@ def _all_of(files: Sequence[Mapping[str, int]], name: str) -> str:
     return ", ".join(f"{one[name] / 1024:,.0f}" for one in files) + " KiB"
 
 
-def grown(files: Sequence[Mapping[str, int]]) -> list[str]:
-    """Files that have grown from the second rest to the last."""
+def grown(files: Sequence[Mapping[str, int]], documents: float) -> list[str]:
+    """Files that have grown from the second rest to the last; banks may by their number of documents, a factor."""
     first, last = files[1], files[-1]
     return [
         f"{name} grew from {first[name]:,} to {last[name]:,} bytes"
         for name in first
-        if last[name] > _FLAT * first[name] + _FILES_SLACK
+        if last[name] > _FLAT * first[name] * (documents if name == "banks" else 1) + _FILES_SLACK
     ]
 
 
@@ -330,6 +336,11 @@ class Load:
         self._held: dict[str, dict[str, int]] = {key: {} for key in KEYS}  # key -> document -> version; 0 at first
         self.faults: list[str] = []
         self.found = 0
+
+    @property
+    def documents(self) -> int:
+        """Number of documents that must be there."""
+        return sum(map(len, self._held.values()))
 
     @property
     def _http(self) -> httpx.Client:

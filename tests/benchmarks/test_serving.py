@@ -26,9 +26,10 @@ def test_memory_tells_what_is_held_at_rest() -> None:
 
 def test_files_that_grow_are_named() -> None:
     sizes = [{"banks": 1_000_000, "jobs": 0, "uploads": 0}] * 2
-    assert grown([*sizes, {"banks": 1_050_000, "jobs": 40_000, "uploads": 0}]) == []
+    assert grown([*sizes, {"banks": 1_050_000, "jobs": 40_000, "uploads": 0}], 1.0) == []
     last = {"banks": 1_200_000, "jobs": 90_000, "uploads": 5}
-    assert grown([*sizes, last]) == [
+    assert grown([*sizes, last], 1.2) == ["jobs grew from 0 to 90,000 bytes"]
+    assert grown([*sizes, last], 1.0) == [
         "banks grew from 1,000,000 to 1,200,000 bytes",
         "jobs grew from 0 to 90,000 bytes",
     ]
@@ -42,8 +43,8 @@ def test_quantiles() -> None:
 def test_a_load_run(capsys: pytest.CaptureFixture[str]) -> None:
     main(model="mac-tiny", documents=20, clients=6, seconds=1, mixed=8, seed=0)
     printed = capsys.readouterr().out
-    names = "engine|one client|6 clients|mixed|memory|files|killed"
-    assert len(re.findall(rf"^ *({names}): ", printed, re.MULTILINE)) == 7, printed
+    names = "engine|one client|6 clients|mixed|memory|files|documents|killed"
+    assert len(re.findall(rf"^ *({names}): ", printed, re.MULTILINE)) == 8, printed
     assert "error" not in printed
     for kind in MIXED:
         assert f"{kind} " in printed
