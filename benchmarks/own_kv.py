@@ -310,7 +310,7 @@ def limits(
     sentences = [document.text for document in chosen]
     ways: dict[str, Callable[[], object]] = {
         "transformers reads": partial(alone, plain),
-        "our layers read": partial(alone, ours),
+        "our LM reads": partial(alone, ours),
         "documents are adapted": adapt,
         "... the LM": partial(model._read, planned),
         "... the codec": lambda: [model.encode(one) for one in read_rows],
@@ -321,12 +321,12 @@ def limits(
     work["... the sentence encoder"] = 2 * of_encoder * total / rates[torch.float32]
     work["documents are adapted"] = sum(work[name] for name in ways if name.startswith("..."))
     seconds = least(ways, max(2, rounds // 2))
-    table = Table("", "floor, s", "s", "floor / s", "tokens a second", "of what our layers read")
+    table = Table("", "floor, s", "s", "floor / s", "tokens a second", "of what our LM reads")
     for name in ways:
         took = seconds[name]
         table.add_row(
             name, f"{work[name]:.2f}", f"{took:.2f}", f"{work[name] / took:.2f}", f"{total / took:,.0f}",
-            f"{seconds['our layers read'] / took:.2f}",
+            f"{seconds['our LM reads'] / took:.2f}",
         )  # fmt: skip
     console.print(f"{len(chosen)} paragraphs of {total:,} tokens")
     console.print(table)

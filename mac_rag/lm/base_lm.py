@@ -32,7 +32,6 @@ from mac_rag.lm.decoding import (
 from mac_rag.lm.devices import DeviceMap, device_of
 from mac_rag.lm.loading import list_of_layers, load_causal_lm
 from mac_rag.lm.prompt import positions_of, slot_segments
-from mac_rag.nn.cpu_decoder import use_few_operations
 from mac_rag.nn.cpu_linear import use_onednn
 from mac_rag.nn.growing_cache import growing
 from mac_rag.nn.modulation import LMShape, Modulation, attached, linear_names
@@ -67,7 +66,6 @@ class BaseLM(nn.Module):
         self.end_tokens = sorted({*self.prompts.end_tokens, *_end_tokens(model)})
         model.get_output_embeddings().register_forward_pre_hook(_without_gaps)
         use_onednn(model)
-        use_few_operations(model)
 
     @classmethod
     def load(
