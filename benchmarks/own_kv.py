@@ -164,8 +164,8 @@ def time_first_token(
                     seconds[name].append(elapsed)
         tokens = {"text": len(model.blocks.opening) + count * length + len(after)}
         assert model.codec is not None
-        allocation = model.codec.allocation(codes[0].shape[1])
-        decoding = 2 * count * length * sum(basis.numel() for basis in allocation.bases)
+        maps = model.codec._of_rate(codes[0].shape[1], torch.bfloat16)
+        decoding = 2 * count * length * sum(decoder.numel() for _, decoder in maps)
         for name in ways:
             read = tokens.get(name, len(after))
             flops = 2 * parameters * read + (decoding if name == "memory, cold rows" else 0)
@@ -266,6 +266,10 @@ def limits(
         for _ in islice(model.base_lm._decode([asked], model._modulation(phi), None), 8):
             pass
 
+    def decodes(count: int) -> None:
+        for one in codes[:count]:
+            model.decode(one)
+
     kept = [model.decode(one) for one in codes]
     for count in (3, 16):
         decoding = 2 * count * 128 * of_codec / flops
@@ -278,7 +282,7 @@ def limits(
 
         row(f"8 tokens, {count} kept rows", read + 7 * step, by_text, partial(answers, count, kept))
         row(f"8 tokens, {count} cold rows", decoding + read + 7 * step, by_text, partial(answers, count, None))
-        share = least({"": lambda count=count: [model.decode(one) for one in codes[:count]]}, rounds)[""]
+        share = least({"": partial(decodes, count)}, rounds)[""]
         table.add_row(
             f"... decoding the {count} rows",
             f"{1000 * decoding:.1f}",
@@ -476,9 +480,8 @@ def peers(
             return [load_file(files[hit.document_id])["row"] for hit in hits]
 
         def decoded(hits: Sequence[Hit]) -> list[torch.Tensor]:
-            contents = engine.snapshot
-            rows = contents.rows_of([hit.document_id for hit in hits])
-            return [model.decode(codes) for codes in contents.codes([rows[hit.document_id][0] for hit in hits])]
+            rows = bank.rows_of([hit.document_id for hit in hits])
+            return [model.decode(codes) for codes in bank.codes([rows[hit.document_id][0] for hit in hits])]
 
         kept = {hit.document_id: row for hits in found for hit, row in zip(hits, decoded(hits), strict=True)}
         ways: dict[str, Callable[[str, Sequence[Hit], Clock], str]] = {

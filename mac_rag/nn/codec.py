@@ -329,13 +329,13 @@ def _by_group(components: Mapping[int, Tensor], allocation: Allocation) -> list[
 
 def _level(values: Tensor, bits: int) -> Tensor:
     """Index, from 0, of the interval that each value (in steps) falls into; uint8."""
-    half = 2**bits // 2
+    half = (1 << bits) // 2
     return values.floor().clamp(-half, half - 1).add(half).to(torch.uint8)
 
 
 def _middle(levels: Tensor, bits: int, dtype: torch.dtype) -> Tensor:
     """The middle of each interval, in steps: exact even in bf16."""
-    return levels.to(dtype) - (2**bits // 2 - 0.5)
+    return levels.to(dtype) - ((1 << bits) // 2 - 0.5)
 
 
 def _packed(levels: Mapping[int, Tensor], size: int) -> Tensor:
