@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
@@ -35,6 +35,15 @@ def medians(ours: Callable[[], Any], theirs: Callable[[], Any], rounds: int) -> 
             if turn > 0:
                 seconds.append(elapsed)
     return statistics.median(times[0]), statistics.median(times[1])
+
+
+def least(ways: Mapping[str, Callable[[], Any]], rounds: int) -> dict[str, float]:
+    """Least seconds of each function, timed in turns after one warm-up: other work on the machine only adds to them."""
+    seconds: dict[str, list[float]] = {name: [] for name in ways}
+    for _ in range(rounds + 1):
+        for name, run in ways.items():
+            seconds[name].append(timed(run)[0])
+    return {name: min(own[1:]) for name, own in seconds.items()}
 
 
 def usage(run: Callable[[], _Result], device: torch.device, rounds: int) -> tuple[Usage, _Result]:

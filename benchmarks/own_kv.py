@@ -2,11 +2,14 @@
 
 python -m benchmarks.own_kv loss --lm smollm2-135m --data FOLDER
 python -m benchmarks.own_kv time --lm smollm2-135m --data FOLDER
+python -m benchmarks.own_kv limits --lm smollm2-135m --data FOLDER
+python -m benchmarks.own_kv crowd --lm smollm2-135m --data FOLDER
+python -m benchmarks.own_kv peers --lm smollm2-135m --data FOLDER
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -23,17 +26,18 @@ app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False)
 LMOption = Annotated[str, typer.Option(help="The LM, in bf16: a folder, a name on the Hub or of `mac-rag fetch`.")]
 DataOption = Annotated[str, typer.Option(help="Folder of SQuAD v1.1.")]
 AdapterOption = Annotated[str | None, typer.Option(help="Folder best or last of pipelines.tune_reading.")]
+_PARAGRAPHS, _LONGEST = 3, 16  # in front of a question; tokens of an answer
 _FITTED = 150  # paragraphs of the training split, which hold about 20,000 tokens
 
 
-def _around(lm: str, data: str, adapter: str | None) -> tuple[OwnKVModel, Sequence[str]]:
+def _around(lm: str, data: str, adapter: str | None, sentences: str | None = None) -> tuple[OwnKVModel, Sequence[str]]:
     """The model without a codec, and texts to fit one to."""
     from mac_rag.config import BaseLMConfig
     from mac_rag.data.squad import read_squad
     from mac_rag.model import MACModel, OwnKVModel
 
     model = MACModel.around(
-        BaseLMConfig(name=lm, dtype="bf16"), compression=None, adapter=adapter, sentence_encoder=None
+        BaseLMConfig(name=lm, dtype="bf16"), compression=None, adapter=adapter, sentence_encoder=sentences
     )
     assert isinstance(model, OwnKVModel)
     documents = read_squad(data, "qa_lt_val").documents
@@ -160,8 +164,8 @@ def time_first_token(
                     seconds[name].append(elapsed)
         tokens = {"text": len(model.blocks.opening) + count * length + len(after)}
         assert model.codec is not None
-        allocation = model.codec.allocation(codes[0].shape[1])
-        decoding = 2 * count * length * sum(basis.numel() for basis in allocation.bases)
+        maps = model.codec._of_rate(codes[0].shape[1], torch.bfloat16)
+        decoding = 2 * count * length * sum(decoder.numel() for _, decoder in maps)
         for name in ways:
             read = tokens.get(name, len(after))
             flops = 2 * parameters * read + (decoding if name == "memory, cold rows" else 0)
@@ -174,6 +178,347 @@ def time_first_token(
                 f"{flops / 1e9:,.0f}", f"{stored:,}",
             )  # fmt: skip
     say(f"{lm}, bf16, {torch.get_num_threads()} threads of torch; each way {rounds} times, in turns")
+    Console().print(table)
+
+
+@app.command()
+def limits(
+    lm: LMOption,
+    data: DataOption,
+    compression: Annotated[int, typer.Option(min=1)] = 20,
+    documents: Annotated[int, typer.Option(min=32, help="Paragraphs that are adapted.")] = 200,
+    rounds: Annotated[int, typer.Option(min=1, help="Times that each thing is measured, in turns.")] = 5,
+) -> None:
+    """Answering and adapting beside what the processor could do, and beside transformers.
+
+    The floor of a token is the time in which a copy moves as many bytes as the weights and the cache have; the floor of
+    reading and adapting are their products at the rate of a large product of the LM's shape.
+    """
+    from functools import partial
+    from itertools import islice
+
+    import torch
+    from rich.console import Console
+    from rich.table import Table
+    from torch.nn import functional
+    from transformers import AutoModelForCausalLM, DynamicCache
+
+    from benchmarks.measure import least
+    from mac_rag.data.squad import read_squad
+    from mac_rag.engine import MACEngine
+    from mac_rag.lm.batching import length_buckets, pad_rows
+    from mac_rag.model import ReadRow, ReadRows
+    from mac_rag.retrieval.registry import make_encoder
+
+    raw, texts = _around(lm, data, None, "minilm")
+    model = raw.compressed(texts, compression)
+    assert model.codec is not None
+    assert model.config.bytes_per_token is not None
+    plain = AutoModelForCausalLM.from_pretrained(raw.base_lm.model.name_or_path, dtype=torch.bfloat16).eval()
+    layers = sum(parameter.numel() for parameter in plain.base_model.layers.parameters())
+    head = plain.get_output_embeddings().weight.numel()
+    of_codec = sum(part.numel() for part, _ in model.codec._of_rate(model.config.bytes_per_token, torch.bfloat16))
+    of_encoder = sum(p.numel() for p in make_encoder("minilm")._documents.model.encoder.parameters())  # type: ignore[attr-defined]
+    source, target = torch.zeros(2, 1 << 26)
+    with torch.no_grad():
+        copied = 2 * source.nbytes / least({"": lambda: target.copy_(source)}, rounds)[""]
+        rates = {}
+        for dtype in (torch.bfloat16, torch.float32):
+            x, weight = (
+                torch.randn(2048, model.base_lm.width, dtype=dtype),
+                torch.randn(4096, model.base_lm.width, dtype=dtype),
+            )
+            rates[dtype] = (
+                2 * x.shape[0] * weight.numel() / least({"": partial(functional.linear, x, weight)}, rounds)[""]
+            )
+    flops = rates[torch.bfloat16]
+    console, table = Console(), Table("", "floor, ms", "transformers, ms", "ours, ms", "floor / ours")
+
+    def row(name: str, floor: float, theirs: Callable[[], object], ours: Callable[[], object]) -> None:
+        seconds = least({"theirs": theirs, "ours": ours}, rounds)
+        figures = floor, seconds["theirs"], seconds["ours"]
+        table.add_row(name, *(f"{1000 * figure:.1f}" for figure in figures), f"{floor / seconds['ours']:.2f}")
+
+    def reads(lm_itself: Callable[..., Any], count: int) -> None:
+        lm_itself(input_ids=torch.arange(5, 5 + count)[None], use_cache=True, logits_to_keep=1)
+
+    def after(lm_itself: Callable[..., Any], count: int) -> Callable[[], object]:
+        cache, ids = DynamicCache(), torch.full((1, count), 5)
+        lm_itself(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
+        return lambda: lm_itself(input_ids=ids[:, :1], past_key_values=cache, use_cache=True, logits_to_keep=1)
+
+    ours = model.base_lm.model
+    ids = [token for text in texts for token in model.plan(text)[0]]
+    rows = [ids[128 * place : 128 * (place + 1)] for place in range(16)]
+    codes, asked = model.amortize_rows(rows), model.fit_to_window("Who is named first in the context?").after_memory
+    with torch.no_grad():
+        for count in (32, 128, 512):
+            floor = 2 * (layers * count + head) / flops
+            row(f"reads {count} tokens", floor, partial(reads, plain, count), partial(reads, ours, count))
+        for count in (128, 2048):
+            floor = 2 * (layers + head + count * raw.raw_bytes / 2) / copied
+            row(f"a token after {count}", floor, after(plain, count), after(ours, count))
+
+    @torch.no_grad()
+    def answers(count: int, decoded: Sequence[torch.Tensor] | None) -> None:
+        some = [model.decode(one) for one in codes[:count]] if decoded is None else decoded[:count]
+        phi = ReadRows([[ReadRow(one, 0.0) for one in some]])
+        for _ in islice(model.base_lm._decode([asked], model._modulation(phi), None), 8):
+            pass
+
+    def decodes(count: int) -> None:
+        for one in codes[:count]:
+            model.decode(one)
+
+    kept = [model.decode(one) for one in codes]
+    for count in (3, 16):
+        decoding = 2 * count * 128 * of_codec / flops
+        read = 2 * (layers * len(asked) + head) / flops
+        step = 2 * (layers + head + count * 128 * raw.raw_bytes / 2) / copied
+        text = [*model.blocks.opening, *(token for one in rows[:count] for token in one), *asked]
+
+        def by_text(text: Sequence[int] = text) -> None:
+            plain.generate(torch.tensor([text]), max_new_tokens=8, min_new_tokens=8, do_sample=False)
+
+        row(f"8 tokens, {count} kept rows", read + 7 * step, by_text, partial(answers, count, kept))
+        row(f"8 tokens, {count} cold rows", decoding + read + 7 * step, by_text, partial(answers, count, None))
+        share = least({"": partial(decodes, count)}, rounds)[""]
+        table.add_row(
+            f"... decoding the {count} rows",
+            f"{1000 * decoding:.1f}",
+            "",
+            f"{1000 * share:.1f}",
+            f"{decoding / share:.2f}",
+        )
+    console.print(
+        f"{lm}, {torch.get_num_threads()} threads; copies {copied / 1e9:.1f} GB/s; products "
+        f"{flops / 1e9:.0f} GFLOP/s in bf16, {rates[torch.float32] / 1e9:.0f} in fp32"
+    )
+    console.print(table)
+
+    stream = read_squad(data, "val").documents
+    chosen = stream[:: len(stream) // documents][:documents]
+    planned = [tokens for document in chosen for tokens in model.plan(document.text)]
+    total = sum(map(len, planned))
+
+    def alone(lm_itself: Callable[..., Any]) -> None:
+        for bucket in length_buckets(list(map(len, planned)), 2048):
+            batch, mask = pad_rows([planned[i] for i in bucket], 0)
+            with torch.no_grad():
+                lm_itself(input_ids=batch, attention_mask=mask, use_cache=True, logits_to_keep=1)
+
+    def adapt() -> None:
+        MACEngine(model).adapt(chosen)
+
+    read_rows = model._read(planned)
+    sentences = [document.text for document in chosen]
+    ways: dict[str, Callable[[], object]] = {
+        "transformers reads": partial(alone, plain),
+        "our LM reads": partial(alone, ours),
+        "documents are adapted": adapt,
+        "... the LM": partial(model._read, planned),
+        "... the codec": lambda: [model.encode(one) for one in read_rows],
+        "... the sentence encoder": lambda: model.sentence_keys(sentences, [1] * len(sentences)),
+    }
+    work = dict.fromkeys(ways, 2 * layers * total / flops)
+    work["... the codec"] = 2 * of_codec * total / flops
+    work["... the sentence encoder"] = 2 * of_encoder * total / rates[torch.float32]
+    work["documents are adapted"] = sum(work[name] for name in ways if name.startswith("..."))
+    seconds = least(ways, max(2, rounds // 2))
+    table = Table("", "floor, s", "s", "floor / s", "tokens a second", "of what our LM reads")
+    for name in ways:
+        took = seconds[name]
+        table.add_row(
+            name, f"{work[name]:.2f}", f"{took:.2f}", f"{work[name] / took:.2f}", f"{total / took:,.0f}",
+            f"{seconds['our LM reads'] / took:.2f}",
+        )  # fmt: skip
+    console.print(f"{len(chosen)} paragraphs of {total:,} tokens")
+    console.print(table)
+
+
+@app.command()
+def crowd(
+    lm: LMOption,
+    data: DataOption,
+    adapter: AdapterOption = None,
+    compression: Annotated[int, typer.Option(min=1)] = 20,
+    documents: Annotated[int, typer.Option(min=32, help="Paragraphs in the bank.")] = 200,
+    sizes: Annotated[str, typer.Option(help="Questions at a time, separated by commas.")] = "4,16",
+    rounds: Annotated[int, typer.Option(min=1)] = 3,
+) -> None:
+    """Questions with different rows at a time against one after another, with rows that are kept decoded."""
+    import torch
+    from rich.console import Console
+    from rich.table import Table
+
+    from benchmarks.measure import least
+    from mac_rag.data.squad import read_squad
+    from mac_rag.engine import MACEngine
+
+    raw, texts = _around(lm, data, adapter, "minilm")
+    model = raw.compressed(texts, compression)
+    stream = read_squad(data, "val")
+    chosen = stream.documents[:: len(stream.documents) // documents][:documents]
+    held = {document.id for document in chosen}
+    engine = MACEngine(model)
+    engine.adapt(chosen)
+    questions = list(
+        {question.gold: question.question for question in stream.questions if question.gold in held}.values()
+    )
+    table = Table("questions", "one after another, s", "at a time, s", "ratio", "the same answers")
+    for count in whole_numbers("--sizes", sizes):
+        asked = questions[:: len(questions) // count][:count]
+
+        def alone(asked: Sequence[str] = asked) -> list[str]:
+            return [engine.answer([question])[0].text for question in asked]
+
+        def together(asked: Sequence[str] = asked) -> list[str]:
+            return [answer.text for answer in engine.answer(asked)]
+
+        same = sum(a == b for a, b in zip(alone(), together(), strict=True))
+        seconds = least({"alone": alone, "together": together}, rounds)
+        table.add_row(
+            str(count), f"{seconds['alone']:.2f}", f"{seconds['together']:.2f}",
+            f"{seconds['alone'] / seconds['together']:.2f}", f"{same} of {count}",
+        )  # fmt: skip
+    say(f"{lm}, {torch.get_num_threads()} threads, {len(chosen)} paragraphs")
+    Console().print(table)
+
+
+@app.command()
+def peers(
+    lm: LMOption,
+    data: DataOption,
+    adapter: AdapterOption = None,
+    compression: Annotated[int, typer.Option(min=1)] = 20,
+    documents: Annotated[int, typer.Option(min=32, help="Paragraphs in the bank.")] = 300,
+    questions: Annotated[int, typer.Option(min=1)] = 100,
+) -> None:
+    """The same LM and questions: text of the first three paragraphs by transformers, their keys and values, and ours.
+
+    The paragraphs are BM25's and the same for all. Keys and values as they are lie in a file for each paragraph, codes
+    in a bank; all files are in the system's cache. The first token's time includes loading and decoding, but no search.
+    """
+    import time
+    from itertools import islice
+    from pathlib import Path
+    from statistics import mean, median
+    from tempfile import TemporaryDirectory
+
+    import torch
+    from rich.console import Console
+    from rich.table import Table
+    from safetensors.torch import load_file, save_file
+    from transformers import AutoModelForCausalLM
+
+    from mac_rag.bank import MemoryBank
+    from mac_rag.data.metrics import best_over, f1
+    from mac_rag.data.squad import read_squad
+    from mac_rag.engine import MACEngine
+    from mac_rag.model import ReadRow, ReadRows
+    from mac_rag.model.own_kv import _adapt
+    from mac_rag.retrieval.base import Hit
+    from mac_rag.retrieval.bm25 import BM25Retriever
+
+    raw, texts = _around(lm, data, adapter)
+    model = raw.compressed(texts, compression)
+    plain = AutoModelForCausalLM.from_pretrained(raw.base_lm.model.name_or_path, dtype=torch.bfloat16).eval()
+    if adapter is not None:
+        _adapt(plain, Path(adapter))
+    stream = read_squad(data, "val")
+    chosen = stream.documents[:: len(stream.documents) // documents][:documents]
+    held = {document.id for document in chosen}
+    asked = [question for question in stream.questions if question.gold in held]
+    asked = asked[:: len(asked) // (questions + 1)][: questions + 1]
+    retriever = BM25Retriever()
+    retriever.add(chosen)
+    found = retriever.retrieve([question.question for question in asked], _PARAGRAPHS)
+
+    class Clock:
+        """Times of tokens, as a streamer of transformers: first of the prompt, then of each token."""
+
+        def __init__(self) -> None:
+            self.times: list[float] = []
+
+        def put(self, _: object) -> None:
+            self.times.append(time.perf_counter())
+
+        def end(self) -> None:
+            """Nothing is held back."""
+
+    def by_text(question: str, hits: Sequence[Hit], clock: Clock) -> str:
+        ids = torch.tensor([model.fit_to_window(question, [hit.text for hit in hits]).ids])
+        ends = model.base_lm.end_tokens
+        said = plain.generate(ids, max_new_tokens=_LONGEST, do_sample=False, eos_token_id=ends, streamer=clock)
+        return model.base_lm._decoded(said[:, ids.shape[1] :])[0].strip()
+
+    def by_rows(question: str, rows: Sequence[torch.Tensor], hits: Sequence[Hit], clock: Clock) -> str:
+        bias = [model.config.bias_scale * (hit.score - hits[0].score) for hit in hits]
+        phi = ReadRows([[ReadRow(row, added) for row, added in zip(rows, bias, strict=True)]])
+        ids = model.fit_to_window(question).after_memory
+        clock.put(None)
+        said: list[int] = []
+        with torch.no_grad():
+            for tokens in islice(model.base_lm._decode([ids], model._modulation(phi), None), _LONGEST):
+                clock.put(None)
+                said.append(int(tokens[0]))
+                if said[-1] in model.base_lm.end_tokens:
+                    break
+        return model.base_lm._decoded(torch.tensor([said]))[0].strip()
+
+    with TemporaryDirectory() as folder:
+        place = Path(folder)
+        for number, document in enumerate(chosen):
+            [row] = raw._read(raw.plan(document.text)[:1])
+            save_file({"row": row}, place / f"{number}.safetensors")
+        files = {document.id: place / f"{number}.safetensors" for number, document in enumerate(chosen)}
+        bank = MemoryBank.create(place / "bank", model.fingerprint)
+        engine = MACEngine(model, bank)
+        engine.adapt(chosen)
+
+        def loaded(hits: Sequence[Hit]) -> list[torch.Tensor]:
+            return [load_file(files[hit.document_id])["row"] for hit in hits]
+
+        def decoded(hits: Sequence[Hit]) -> list[torch.Tensor]:
+            rows = bank.rows_of([hit.document_id for hit in hits])
+            return [model.decode(codes) for codes in bank.codes([rows[hit.document_id][0] for hit in hits])]
+
+        kept = {hit.document_id: row for hits in found for hit, row in zip(hits, decoded(hits), strict=True)}
+        ways: dict[str, Callable[[str, Sequence[Hit], Clock], str]] = {
+            "text, transformers": by_text,
+            "keys and values in files": lambda question, hits, clock: by_rows(question, loaded(hits), hits, clock),
+            "ours, cold rows": lambda question, hits, clock: by_rows(question, decoded(hits), hits, clock),
+            "ours, kept rows": lambda question, hits, clock: by_rows(
+                question, [kept[hit.document_id] for hit in hits], hits, clock
+            ),
+        }
+        size = {
+            "text, transformers": mean(len(document.text.encode()) for document in chosen),
+            "keys and values in files": mean(file.stat().st_size for file in files.values()),
+            "ours, cold rows": (place / "bank").stat().st_size / len(chosen),
+            "ours, kept rows": mean(row.nbytes for row in kept.values()),
+        }
+        first: dict[str, list[float]] = {name: [] for name in ways}
+        speed: dict[str, list[float]] = {name: [] for name in ways}
+        scores: dict[str, list[float]] = {name: [] for name in ways}
+        for turn, (question, hits) in enumerate(zip(asked, found, strict=True)):
+            for name, way in ways.items():
+                clock, began = Clock(), time.perf_counter()
+                said = way(question.question, hits, clock)
+                if turn:  # the first one warms up
+                    one, last = clock.times[1], clock.times[-1]
+                    first[name].append(one - began)
+                    scores[name].append(best_over(f1, said, question.answers))
+                    if len(clock.times) > 2:
+                        speed[name].append((len(clock.times) - 2) / (last - one))
+        bank.close()
+    table = Table("way", "first token, s", "of text", "tokens a second", "bytes a paragraph", "F1")
+    for name in ways:
+        table.add_row(
+            name, f"{median(first[name]):.3f}", f"{median(first[name]) / median(first['text, transformers']):.2f}",
+            f"{median(speed[name]):.0f}", f"{size[name]:,.0f}", f"{100 * mean(scores[name]):.1f}",
+        )  # fmt: skip
+    say(f"{lm}, {torch.get_num_threads()} threads, {len(asked) - 1} questions, {len(chosen)} paragraphs")
     Console().print(table)
 
 

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from transformers import DynamicCache
-from transformers.cache_utils import DynamicLayer
 
 from mac_rag.config import BaseLMConfig, ModulationConfig, PromptFormat
 from mac_rag.data.types import Decoded, Token
@@ -36,6 +35,7 @@ from mac_rag.lm.devices import DeviceMap, device_of
 from mac_rag.lm.loading import list_of_layers, load_causal_lm
 from mac_rag.lm.prompt import positions_of, slot_segments
 from mac_rag.nn.cpu_linear import use_onednn
+from mac_rag.nn.growing_cache import growing
 from mac_rag.nn.modulation import LMShape, Modulation, attached, linear_names
 
 # Last names of the linear layers that compute queries and values, which LoRA changes: in Llama, Mistral and Qwen; in
@@ -160,9 +160,13 @@ class BaseLM(nn.Module):
         cache = self._cache(modulation) or DynamicCache()
         segments = self.architecture.segment_arguments(torch.ones_like(rows))
         self._read(rows, mask, positions, cache, modulation, segments)
-        # [layers, 2, B, kv_heads, L, head_width], padded on the left
-        layers = torch.stack([torch.stack(layer[:2]).to(self.device) for layer in cache])
-        return [layers[:, :, row, :, layers.shape[4] - len(ids) :] for row, ids in enumerate(texts)]
+        parts = [part for layer in cache for part in layer[:2]]  # [B, kv_heads, P + L, head_width], padded on the left
+        return [
+            torch.stack([part[row, :, part.shape[2] - len(ids) :].to(self.device) for part in parts]).unflatten(
+                0, (-1, 2)
+            )
+            for row, ids in enumerate(texts)
+        ]
 
     def answer_loss(
         self,
@@ -583,59 +587,3 @@ def _with_and_without(
     if modulation is None or weights is None:
         return prompts, modulation, None
     return [*prompts, *prompts], modulation.beside_none(), MaxRuleEnsemble(weights)
-
-
-_LEAST_SPARE = 32  # positions; or a quarter of the contents if that is more
-
-
-class GrowingLayer(DynamicLayer):
-    """Cache of one layer's keys and values, at the beginning of buffers with room for more.
-
-    Transformers' own layer concatenates old and new into new tensors at every token, which takes a third of the time
-    for a batch of short answers after a prefix. Not for gradients: this layer writes in place.
-
-    Args:
-        keys, values: `[B, kv_heads, L, head_width]`, the initial contents.
-    """
-
-    def __init__(self, keys: Tensor, values: Tensor) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.lazy_initialization(keys, values)
-        self.keys: Tensor = keys
-        self.values: Tensor = values
-        self._key_buffer, self._value_buffer = keys, values
-
-    def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-        length = self.keys.shape[-2] + key_states.shape[-2]
-        self._key_buffer = _with_room(self._key_buffer, self.keys, length)
-        self._value_buffer = _with_room(self._value_buffer, self.values, length)
-        self.keys = _appended(self._key_buffer, key_states, length)
-        self.values = _appended(self._value_buffer, value_states, length)
-        return self.keys, self.values
-
-
-def growing(cache: Any) -> Any:
-    """Replaces transformers' plain layers of a cache by layers that grow in place; returns the cache.
-
-    Layers of other kinds, such as those with a sliding window or a state, stay as they are.
-    """
-    for number, layer in enumerate(getattr(cache, "layers", ())):
-        if type(layer) is DynamicLayer and layer.keys is not None and layer.values is not None:
-            cache.layers[number] = GrowingLayer(layer.keys, layer.values)
-    return cache
-
-
-def _with_room(buffer: Tensor, held: Tensor, length: int) -> Tensor:
-    """A buffer that begins with `held` and has at least `length` positions; `buffer` itself if it meets both."""
-    if buffer.data_ptr() == held.data_ptr() and len(buffer) == len(held) and buffer.shape[-2] >= length:
-        return buffer
-    # After rows were reordered or dropped, `held` no longer lies in the buffer.
-    new = held.new_empty(*held.shape[:-2], length + max(_LEAST_SPARE, length // 4), held.shape[-1])
-    new[..., : held.shape[-2], :] = held
-    return new
-
-
-def _appended(buffer: Tensor, states: Tensor, length: int) -> Tensor:
-    """Writes states into a buffer so that they end at `length`; returns its first `length` positions."""
-    buffer[..., length - states.shape[-2] : length, :] = states
-    return buffer[..., :length, :]

@@ -402,15 +402,16 @@ class OwnKVModel(MACModel, kind="own-kv", config_class=OwnKVConfig):
         for bucket in length_buckets([len(row) for row in rows], batch_tokens):
             nothing: list[list[Any]] = [[] for _ in bucket]
             parts = self.base_lm.keys_values_of([rows[i] for i in bucket], BlockPrefix(self.opening, nothing, nothing))
-            found |= zip(bucket, (part.clone() for part in parts))
+            found |= zip(bucket, parts)
             if advance is not None:
                 advance(len(bucket))
         return [found[place] for place in range(len(rows))]
 
     def _unrotated(self, keys_values: Tensor) -> Tensor:
         assert self._rotation is not None
-        keys, values = keys_values.float().unbind(1)
-        return torch.stack([self._rotation.inverse(keys), values], 1)
+        numbers = keys_values.to(torch.float32, copy=True)
+        numbers[:, 0] = self._rotation.inverse(numbers[:, 0])
+        return numbers
 
     def encode(self, keys_values: Tensor) -> Tensor:
         """A row of a bank from keys and values at a document's positions: uint8 `[n, bytes]`, on the CPU.
@@ -434,8 +435,9 @@ class OwnKVModel(MACModel, kind="own-kv", config_class=OwnKVConfig):
                 raise DamageError("a number of a document's keys and values is not finite; adapt to the document again")
             return numbers.movedim(0, 3)
         assert self._rotation is not None
-        keys, values = self.codec.decode(codes, self.base_lm.dtype).unbind(1)
-        return torch.stack([self._rotation(keys), values], 1).to(self.base_lm.dtype)
+        decoded = self.codec.decode(codes, self.base_lm.dtype)
+        decoded[:, 0] = self._rotation(decoded[:, 0])
+        return decoded.to(self.base_lm.dtype, memory_format=torch.contiguous_format)
 
     # Answering
 

@@ -17,6 +17,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, DynamicCach
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
+from mac_rag.nn.growing_cache import GrowingLayer, with_spare
 from mac_rag.nn.modulation import Modulation, has_limited_layers
 
 _GROUPED = "mac_rag_grouped"  # name of this attention among transformers' own
@@ -61,16 +62,19 @@ class BlockPrefix(Modulation):
 
     def cache(self, dtype: torch.dtype) -> DynamicCache:
         *before, heads, _, width = self._opening.shape
-        shape = (*before, len(self._documents), heads, self.prefix_length, width)
-        batch = self._opening.new_zeros(shape, dtype=dtype)
+        shape = (*before, len(self._documents), heads, with_spare(self.prefix_length), width)
+        batch = self._opening.new_empty(shape, dtype=dtype)
         for row, documents in enumerate(self._documents):
             start = 0
             for part in (self._opening, *documents):
                 stop = start + part.shape[3]
                 batch[:, :, row, :, start:stop] = part
                 start = stop
-        # Without a configuration the cache keeps all positions, even in layers with a sliding window.
-        return DynamicCache([(layer[0], layer[1]) for layer in batch.unbind(0)])
+            batch[:, :, row, :, start : self.prefix_length] = 0.0  # never attended to, but it must be finite
+        # All positions are kept, even in layers with a sliding window.
+        cache = DynamicCache()
+        cache.layers = [GrowingLayer(keys, values, self.prefix_length) for keys, values in batch.unbind(0)]
+        return cache
 
     def after_cache(self, rows: Tensor) -> BlockPrefix:
         chosen = object.__new__(BlockPrefix)

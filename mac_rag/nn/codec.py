@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from mac_rag.errors import ConfigError
 
@@ -35,28 +36,18 @@ _LOWEST_SCALE = 1e-6  # for heads whose numbers are the same for every token
 
 
 class Allocation(NamedTuple):
-    """How the components share a token's bytes. Only components with bits are listed, those with most bits first.
+    """How the components share a token's bytes. Only components with bits count.
+
+    A code is the levels of the components with 8 bits, then of those with 4, 2 and 1, each the first group's first, one
+    after the other, beginning with the lowest bit of a byte.
 
     Attributes:
-        components: `[n]`, indices into the `groups * W` components.
-        bits: `[n]`, 1, 2, 4 or 8.
-        byte: `[n]`, index of the code's byte that holds the component.
-        shift: `[n]`, number of bits below the component in that byte.
-        step: `[n]`, the quantizer's step.
-        local: for each group, the columns of its basis that have bits.
-        bases: for each group these columns, `[W, len(local)]`.
-        to_groups, from_groups: `[n]`, the permutation that sorts the components by group, and its inverse.
+        local: for each group the columns of its basis that have bits, those with most bits first.
+        counts: bits -> for each group how many of its components have so many.
     """
 
-    components: Tensor
-    bits: Tensor
-    byte: Tensor
-    shift: Tensor
-    step: Tensor
     local: list[Tensor]
-    bases: list[Tensor]
-    to_groups: Tensor
-    from_groups: Tensor
+    counts: dict[int, list[int]]
 
 
 class KVCodec(nn.Module):
@@ -107,12 +98,12 @@ class KVCodec(nn.Module):
             self.register_buffer(name, torch.zeros(self.groups, self.width))
         self.register_buffer("basis", torch.zeros(self.groups, self.width, self.width))
         self._allocations: dict[int, Allocation] = {}
-        self._halved: dict[tuple[int, torch.dtype], list[Tensor]] = {}  # bases of rates in half precision
+        self._matrices: dict[tuple[int, torch.dtype], list[tuple[Tensor, Tensor]]] = {}
         self.register_load_state_dict_post_hook(lambda *_: self._forget())  # type: ignore[no-untyped-call]
 
     def _forget(self) -> None:
         self._allocations.clear()
-        self._halved.clear()
+        self._matrices.clear()
 
     @property
     def fitted(self) -> bool:
@@ -161,12 +152,9 @@ class KVCodec(nn.Module):
         Returns:
             Codes `[tokens, bytes_per_token]`, uint8.
         """
-        allocation = self._in_dtype(bytes_per_token, dtype)
-        levels = _level(self._values(keys_values, allocation), allocation)
-        codes = torch.zeros(len(levels), bytes_per_token, dtype=torch.int32, device=levels.device)
-        index = allocation.byte.expand(len(levels), -1)
-        codes.scatter_add_(1, index, levels << allocation.shift)
-        return codes.to(torch.uint8)
+        allocation = self.allocation(bytes_per_token)
+        levels = _by_bits(self._values(keys_values, bytes_per_token, dtype), allocation)
+        return _packed({bits: _level(values, bits) for bits, values in levels.items()}, bytes_per_token)
 
     def decode(self, codes: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
         """Keys before rotation and values from codes `[tokens, bytes]`: inverts `encode` up to rounding.
@@ -179,9 +167,11 @@ class KVCodec(nn.Module):
         Returns:
             `[layers, 2, kv_heads, tokens, head_width]`, in fp32.
         """
-        allocation = self._in_dtype(codes.shape[1], dtype)
-        levels = (codes[:, allocation.byte].int() >> allocation.shift) & ((1 << allocation.bits) - 1)
-        return self._numbers(_middle(levels, allocation), allocation)
+        rate = codes.shape[1]
+        allocation = self.allocation(rate)
+        counts = {bits: sum(of_groups) for bits, of_groups in allocation.counts.items()}
+        middles = {bits: _middle(levels, bits, dtype) for bits, levels in _unpacked(codes, counts).items()}
+        return self._numbers(_by_group(middles, allocation), rate, dtype)
 
     def coded(self, keys_values: Tensor, bytes_per_token: int) -> Tensor:
         """The result of `encode` and then `decode`, with a gradient as if nothing had been rounded (straight-through).
@@ -193,9 +183,16 @@ class KVCodec(nn.Module):
             keys_values, bytes_per_token: as for `encode`.
         """
         allocation = self.allocation(bytes_per_token)
-        values = self._values(keys_values, allocation)
-        rounded = _middle(_level(values, allocation), allocation)
-        return self._numbers(rounded + (values - values.detach()), allocation)  # the sum equals `rounded` exactly
+        values = self._values(keys_values, bytes_per_token, torch.float32)
+        rounded = {
+            bits: _middle(_level(part, bits), bits, torch.float32)
+            for bits, part in _by_bits(values, allocation).items()
+        }
+        # The sum equals what is rounded exactly.
+        passed = [
+            own + (part - part.detach()) for own, part in zip(_by_group(rounded, allocation), values, strict=True)
+        ]
+        return self._numbers(passed, bytes_per_token, torch.float32)
 
     def compact(self, bytes_per_token: int) -> dict[str, Tensor]:
         """What codes of one rate need, for `load_compact`: of the basis only the components with bits, in int8.
@@ -203,7 +200,8 @@ class KVCodec(nn.Module):
         The codec is left in the state that `load_compact` gives, so that codes are equal before and after. On keys and
         values of SmolLM2-135M, int8 adds 0.6 % to the squared error of 1,152 bytes a token, and 0.2 % to that of 576.
         """
-        columns = torch.cat([basis.mT for basis in self.allocation(bytes_per_token).bases])
+        local = self.allocation(bytes_per_token).local
+        columns = torch.cat([basis.mT[own] for basis, own in zip(self.basis, local, strict=True)])
         # Steps are in fp16, so that products with int8 are exact and a second call changes nothing.
         steps = (columns.abs().amax(1) / 127).half()
         state = {name: getattr(self, name).clone() for name in ("mean", "scale", "eigenvalues")}
@@ -259,50 +257,42 @@ class KVCodec(nn.Module):
             self._allocations[bytes_per_token] = self._allocated(bytes_per_token)
         return self._allocations[bytes_per_token]
 
-    def _in_dtype(self, bytes_per_token: int, dtype: torch.dtype) -> Allocation:
-        """`allocation` with bases in a dtype."""
-        allocation = self.allocation(bytes_per_token)
-        if dtype == torch.float32:
-            return allocation
-        if (bytes_per_token, dtype) not in self._halved:
-            self._halved[bytes_per_token, dtype] = [basis.to(dtype) for basis in allocation.bases]
-        return allocation._replace(bases=self._halved[bytes_per_token, dtype])
-
     def _allocated(self, bytes_per_token: int) -> Allocation:
-        bits = shared_bits(self.eigenvalues.flatten(), 8 * bytes_per_token)
-        components = torch.argsort(bits, descending=True, stable=True)[: int((bits > 0).sum())]
-        bits = bits[components]
-        first = bits.cumsum(0) - bits  # powers of two, the largest first: no component spans two bytes
-        groups = components // self.width
-        to_groups = torch.argsort(groups, stable=True)
-        local = [components[groups == group] % self.width for group in range(self.groups)]
-        return Allocation(
-            components=components,
-            bits=bits.int(),
-            step=torch.tensor([QUANTIZERS[count][0] for count in bits.tolist()], device=bits.device),
-            byte=first // 8,
-            shift=(first % 8).int(),
-            local=local,
-            bases=[basis[:, columns] for basis, columns in zip(self.basis, local, strict=True)],
-            to_groups=to_groups,
-            from_groups=torch.argsort(to_groups),
-        )
+        shared = shared_bits(self.eigenvalues.flatten(), 8 * bytes_per_token).view(self.groups, self.width)
+        local = [torch.argsort(bits, descending=True, stable=True)[: int((bits > 0).sum())] for bits in shared]
+        counts = {bits: (shared == bits).sum(1).tolist() for _, bits in reversed(_UPGRADES)}
+        return Allocation(local, counts)
 
-    def _values(self, keys_values: Tensor, allocation: Allocation) -> Tensor:
-        """The components that have bits, each divided by its standard deviation: `[tokens, n]`."""
-        centred = (self._grouped(keys_values) - self.mean[:, None]) / self.scale[:, None]
-        columns = [numbers.to(basis) @ basis for numbers, basis in zip(centred, allocation.bases, strict=True)]
-        return torch.cat(columns, 1).float()[:, allocation.from_groups] / self._deviations(allocation)
+    def _of_rate(self, bytes_per_token: int, dtype: torch.dtype) -> list[tuple[Tensor, Tensor]]:
+        """For each group the map from centred numbers to components in steps of their quantizers, and the map back.
 
-    def _numbers(self, values: Tensor, allocation: Allocation) -> Tensor:
-        """The inverse of `_values`."""
-        columns = (values * self._deviations(allocation))[:, allocation.to_groups].to(allocation.bases[0])
-        parts = columns.split([len(local) for local in allocation.local], 1)
-        numbers = torch.stack([part @ basis.mT for part, basis in zip(parts, allocation.bases, strict=True)])
-        return self._ungrouped(numbers * self.scale[:, None] + self.mean[:, None])
+        `[components, W]` and `[W, components]`, in a dtype.
+        """
+        key = bytes_per_token, dtype
+        if key not in self._matrices:
+            allocation = self.allocation(bytes_per_token)
+            self._matrices[key] = []
+            for group, own in enumerate(allocation.local):
+                steps = [
+                    QUANTIZERS[bits][0] for bits, counts in allocation.counts.items() for _ in range(counts[group])
+                ]
+                lengths = torch.tensor(steps, device=own.device) * self.eigenvalues[group, own].sqrt()
+                columns, scale = self.basis[group][:, own], self.scale[group][:, None]
+                maps = (columns / lengths / scale).mT.contiguous(), columns * lengths * scale
+                self._matrices[key].append((maps[0].to(dtype), maps[1].to(dtype)))
+        return self._matrices[key]
 
-    def _deviations(self, allocation: Allocation) -> Tensor:
-        return self.eigenvalues.flatten()[allocation.components].sqrt()
+    def _values(self, keys_values: Tensor, bytes_per_token: int, dtype: torch.dtype) -> list[Tensor]:
+        """For each group its components that have bits, in steps of their quantizers: `[tokens, components]`."""
+        centred = (self._grouped(keys_values) - self.mean[:, None]).to(dtype)
+        maps = self._of_rate(bytes_per_token, dtype)
+        return [functional.linear(numbers, encoder) for numbers, (encoder, _) in zip(centred, maps, strict=True)]
+
+    def _numbers(self, values: Sequence[Tensor], bytes_per_token: int, dtype: torch.dtype) -> Tensor:
+        """The inverse of `_values`, in fp32."""
+        maps = self._of_rate(bytes_per_token, dtype)
+        parts = [functional.linear(part, decoder) for part, (_, decoder) in zip(values, maps, strict=True)]
+        return self._ungrouped(torch.stack(parts) + self.mean[:, None])
 
     def _grouped(self, keys_values: Tensor) -> Tensor:
         """`[layers, 2, kv_heads, tokens, head_width]` to `[groups, tokens, W]`."""
@@ -328,15 +318,48 @@ def _batches(keys_values: Sequence[Tensor]) -> Iterator[list[Tensor]]:
         yield batch
 
 
-def _level(values: Tensor, allocation: Allocation) -> Tensor:
-    """Index, from 0, of the interval that each value (scaled to variance 1) falls into."""
-    half = (1 << allocation.bits) // 2
-    return torch.minimum((values / allocation.step).floor().int().maximum(-half), half - 1) + half
+def _by_bits(values: Sequence[Tensor], allocation: Allocation) -> dict[int, Tensor]:
+    """Components of each group to components by their bits, as a code holds them."""
+    parts = [
+        part.split([counts[group] for counts in allocation.counts.values()], 1) for group, part in enumerate(values)
+    ]
+    return {bits: torch.cat(some, 1) for bits, some in zip(allocation.counts, zip(*parts, strict=True), strict=True)}
 
 
-def _middle(levels: Tensor, allocation: Allocation) -> Tensor:
-    """The middle of each interval."""
-    return (levels - (1 << allocation.bits) // 2 + 0.5) * allocation.step
+def _by_group(components: Mapping[int, Tensor], allocation: Allocation) -> list[Tensor]:
+    """The inverse of `_by_bits`."""
+    parts = [components[bits].split(counts, 1) for bits, counts in allocation.counts.items()]
+    return [torch.cat(some, 1) for some in zip(*parts, strict=True)]
+
+
+def _level(values: Tensor, bits: int) -> Tensor:
+    """Index, from 0, of the interval that each value (in steps) falls into; uint8."""
+    half = (1 << bits) // 2
+    return values.floor().clamp(-half, half - 1).add(half).to(torch.uint8)
+
+
+def _middle(levels: Tensor, bits: int, dtype: torch.dtype) -> Tensor:
+    """The middle of each interval, in steps: exact even in bf16."""
+    return levels.to(dtype) - ((1 << bits) // 2 - 0.5)
+
+
+def _packed(levels: Mapping[int, Tensor], size: int) -> Tensor:
+    """Levels of the components with 1, 2, 4 and 8 bits, each `[tokens, n]` uint8, to codes `[tokens, size]`."""
+    packed = levels[1]
+    for bits in (1, 2, 4):
+        packed = functional.pad(packed, (0, packed.shape[1] % 2))
+        packed = torch.cat([levels[2 * bits], packed[:, ::2] | packed[:, 1::2] << bits], 1)
+    return functional.pad(packed, (0, size - packed.shape[1]))
+
+
+def _unpacked(codes: Tensor, counts: Mapping[int, int]) -> dict[int, Tensor]:
+    """The inverse of `_packed`. `counts`: bits -> number of components."""
+    levels = {}
+    for bits in (8, 4, 2, 1):
+        levels[bits], rest = codes[:, : counts[bits]], codes[:, counts[bits] :]
+        lower = bits // 2
+        codes = torch.stack([rest & (1 << lower) - 1, rest >> lower], 2).flatten(1)
+    return levels
 
 
 def shared_bits(variances: Tensor, budget: int) -> Tensor:

@@ -1,10 +1,14 @@
-"""Linear layers that use oneDNN's matrix kernels on a CPU, in fp32 and without gradients.
+"""Linear layers that use oneDNN's matrix kernels on a CPU, without gradients.
 
 PyTorch multiplies fp32 matrices with MKL, which is slow on processors other than Intel's: on an AMD EPYC with AVX-512,
-oneDNN is about twice as fast, even for a single row of a wide layer. The weights do not change.
+oneDNN is about twice as fast, even for a single row of a wide layer. In bf16 PyTorch itself uses oneDNN, but leaves
+weights as they lie; in oneDNN's own layout a single row takes less than half of the time, and 256 rows four fifths. The
+values of the weights do not change.
 """
 
 from __future__ import annotations
+
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -33,6 +37,33 @@ class CPULinear(nn.Linear):
         return onednn_linear(input, self.weight, self.bias)
 
 
+class PackedBF16Linear(nn.Linear):
+    """`nn.Linear` that keeps a copy of its bf16 weights in oneDNN's layout, made anew after they have changed."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        """`[..., in] -> [..., out]`."""
+        weight = self.weight
+        if (
+            torch.is_grad_enabled()
+            or not (input.device.type == weight.device.type == "cpu")
+            or not (input.dtype == weight.dtype == torch.bfloat16)
+            or not input.numel()
+            or input.shape[-1] != self.in_features
+            or weight.is_inference()
+        ):
+            return super().forward(input)
+        state = weight.data_ptr(), weight._version
+        known = _PACKED.get(self)
+        if known is None or known[0] != state:
+            known = state, torch.ops.mkldnn._reorder_linear_weight(weight.detach().contiguous())
+            _PACKED[self] = known
+        return onednn_linear(input, known[1], self.bias)
+
+
+_PACKED: WeakKeyDictionary[nn.Module, tuple[tuple[int, int], Tensor]] = WeakKeyDictionary()
+_MOST_PACKED = 1 << 30  # bytes of a module's bf16 weights; those of a larger one are not kept twice
+
+
 def onednn_linear(x: Tensor, weight: Tensor, bias: Tensor | None, after: str = "none") -> Tensor:
     """`W x + b` with oneDNN, `[..., in] -> [..., out]`.
 
@@ -40,7 +71,7 @@ def onednn_linear(x: Tensor, weight: Tensor, bias: Tensor | None, after: str = "
     of questions have another number of tokens each time, so rows of zeros pad them to one of few numbers of rows.
 
     Args:
-        x: `[..., in]`, fp32 on the CPU.
+        x: `[..., in]`, on the CPU.
         weight: `[out, in]`, or in oneDNN's layout.
         bias: `[out]`; None for no bias.
         after: function applied to the result: `none` or `gelu`.
@@ -75,10 +106,12 @@ def is_supported() -> bool:
 
 
 def use_onednn(module: nn.Module) -> None:
-    """Turns every `nn.Linear` of a module into a `CPULinear`, if oneDNN is supported; subclasses stay as they are."""
-    for layer in module.modules() if is_supported() else ():
-        if type(layer) is nn.Linear:
-            layer.__class__ = CPULinear
+    """Has every `nn.Linear` of a module multiply with oneDNN, if it is supported; subclasses stay as they are."""
+    layers = [layer for layer in module.modules() if type(layer) is nn.Linear] if is_supported() else []
+    half = [layer for layer in layers if layer.weight.dtype == torch.bfloat16]
+    packed = set(half) if sum(layer.weight.nbytes for layer in half) <= _MOST_PACKED else set()
+    for layer in layers:
+        layer.__class__ = PackedBF16Linear if layer in packed else CPULinear
 
 
 class PackedLinear:

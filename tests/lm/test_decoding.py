@@ -19,7 +19,7 @@ from transformers.cache_utils import DynamicSlidingWindowLayer
 
 from mac_rag.config import BaseLMConfig, ExtractiveConfig, PromptFormat
 from mac_rag.errors import ConfigError, ModelLoadError
-from mac_rag.lm.base_lm import BaseLM, GrowingLayer, growing
+from mac_rag.lm.base_lm import BaseLM
 from mac_rag.lm.decoding import (
     AbstainByMajority,
     ExtractiveDecoding,
@@ -33,6 +33,7 @@ from mac_rag.lm.decoding import (
 from mac_rag.lm.loading import load_causal_lm
 from mac_rag.lm.text_tokenizer import TextTokenizer
 from mac_rag.model import MACModel
+from mac_rag.nn.growing_cache import GrowingLayer, growing
 from mac_rag.nn.modulation import Modulation
 from tests.helpers import Folder, mac_config, strong
 from tests.nn.helpers import EACH, PROMPTS, modulated_lm

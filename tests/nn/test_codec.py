@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from mac_rag.errors import ConfigError
-from mac_rag.nn.codec import QUANTIZERS, KVCodec, quantized, shared_bits
+from mac_rag.nn.codec import QUANTIZERS, KVCodec, _packed, _unpacked, quantized, shared_bits
 from mac_rag.nn.product_quantizer import k_means, nearest_codes
 
 SHAPE = {"layers": 4, "kv_heads": 2, "head_width": 3, "group": 2}
@@ -110,6 +110,22 @@ class TestCodes:
         assert codes.shape == (50, rate)
         assert codes.dtype == torch.uint8
         assert torch.equal(codec.decode(codes), codec.coded(numbers, rate))
+
+    @given(counts=st.fixed_dictionaries({bits: st.integers(0, 9) for bits in (8, 4, 2, 1)}), seed=st.integers(0, 99))
+    @settings(max_examples=40, deadline=None)
+    def test_a_code_is_one_level_after_the_other_bit_by_bit(self, counts: dict[int, int], seed: int) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        levels = {bits: torch.randint(2**bits, (3, counts[bits]), generator=generator).byte() for bits in (8, 4, 2, 1)}
+        size = sum(bits * count for bits, count in counts.items()) // 8 + 2
+        codes = _packed(levels, size)
+        for row in range(3):
+            number = place = 0
+            for bits, own in levels.items():
+                for level in own[row].tolist():
+                    number |= level << place
+                    place += bits
+            assert bytes(codes[row].tolist()) == number.to_bytes(size, "little")
+        assert all(torch.equal(own, levels[bits]) for bits, own in _unpacked(codes, counts).items())
 
     @pytest.mark.parametrize("rate", [3, 7])
     def test_products_in_half_precision_lose_no_more(self, codec: KVCodec, rate: int) -> None:

@@ -1,0 +1,69 @@
+"""A cache of keys and values that grows in place."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+from transformers.cache_utils import DynamicLayer
+
+_LEAST_SPARE = 32  # positions; or a quarter of the contents if that is more
+
+
+class GrowingLayer(DynamicLayer):
+    """Cache of one layer's keys and values, at the beginning of buffers with room for more.
+
+    Transformers' own layer concatenates old and new into new tensors at every token, which takes a third of the time
+    for a batch of short answers after a prefix. Not for gradients: this layer writes in place.
+
+    Args:
+        keys, values: `[B, kv_heads, L, head_width]`, the initial contents; or buffers that begin with them.
+        length: L, if these are buffers.
+    """
+
+    def __init__(self, keys: Tensor, values: Tensor, length: int | None = None) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.lazy_initialization(keys, values)
+        self._key_buffer, self._value_buffer = keys, values
+        self.keys: Tensor = keys[..., :length, :]
+        self.values: Tensor = values[..., :length, :]
+
+    def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        length = self.keys.shape[-2] + key_states.shape[-2]
+        self._key_buffer = _with_room(self._key_buffer, self.keys, length)
+        self._value_buffer = _with_room(self._value_buffer, self.values, length)
+        self.keys = _appended(self._key_buffer, key_states, length)
+        self.values = _appended(self._value_buffer, value_states, length)
+        return self.keys, self.values
+
+
+def growing(cache: Any) -> Any:
+    """Replaces transformers' plain layers of a cache by layers that grow in place; returns the cache.
+
+    Layers of other kinds, such as those with a sliding window or a state, stay as they are.
+    """
+    for number, layer in enumerate(getattr(cache, "layers", ())):
+        if type(layer) is DynamicLayer and layer.keys is not None and layer.values is not None:
+            cache.layers[number] = GrowingLayer(layer.keys, layer.values)
+    return cache
+
+
+def with_spare(length: int) -> int:
+    """Positions of a buffer for so many, with room for more."""
+    return length + max(_LEAST_SPARE, length // 4)
+
+
+def _with_room(buffer: Tensor, held: Tensor, length: int) -> Tensor:
+    """A buffer that begins with `held` and has at least `length` positions; `buffer` itself if it meets both."""
+    if buffer.data_ptr() == held.data_ptr() and len(buffer) == len(held) and buffer.shape[-2] >= length:
+        return buffer
+    # After rows were reordered or dropped, `held` no longer lies in the buffer.
+    new = held.new_empty(*held.shape[:-2], with_spare(length), held.shape[-1])
+    new[..., : held.shape[-2], :] = held
+    return new
+
+
+def _appended(buffer: Tensor, states: Tensor, length: int) -> Tensor:
+    """Writes states into a buffer so that they end at `length`; returns its first `length` positions."""
+    buffer[..., length - states.shape[-2] : length, :] = states
+    return buffer[..., :length, :]
