@@ -8,7 +8,6 @@ import pytest
 
 from mac_rag.data.provenance import content_hash
 from mac_rag.data.readers import placed_documents
-from mac_rag.data.types import Document
 from mac_rag.distributed.groups import Found, Group
 from mac_rag.errors import DataError
 
@@ -56,39 +55,3 @@ def test_the_key_of_a_block_covers_what_its_memory_tokens_depend_on(files: list[
         Group.of([some[0]._replace(content_hash="x"), *some[1:3]], [True] * 3).key("model"),
     ]
     assert len({key, *others}) == 6
-
-
-@pytest.mark.parametrize("name", ["rows.jsonl", "rows.csv", "rows.parquet"])
-def test_a_file_is_read_from_any_document_on(tmp_path: Path, name: str) -> None:
-    path = tmp_path / name
-    rows = [{"id": f"ä{number}", "text": f"Two\nlines, {number}.", "n": str(number)} for number in range(7)]
-    write = {"rows.jsonl": write_jsonl, "rows.csv": write_csv, "rows.parquet": write_parquet}[name]
-    write(path, rows)
-    whole = list(placed_documents(path))
-    assert [document for _, document in whole] == [Document(row["id"], row["text"], {"n": row["n"]}) for row in rows]
-    for number, (place, _) in enumerate(whole):
-        assert list(placed_documents(path, place)) == whole[number:]
-
-
-def write_jsonl(path: Path, rows: list[dict[str, str]]) -> None:
-    import json
-
-    path.write_text("\n" + "\n\n".join(json.dumps(row, ensure_ascii=False) for row in rows))
-
-
-def write_csv(path: Path, rows: list[dict[str, str]]) -> None:
-    import csv
-
-    with path.open("w", newline="", encoding="utf-8-sig") as file:
-        writer = csv.DictWriter(file, ["id", "text", "n"])
-        writer.writeheader()
-        for row in rows:
-            file.write("\r\n")
-            writer.writerow(row)
-
-
-def write_parquet(path: Path, rows: list[dict[str, str]]) -> None:
-    import pyarrow
-    import pyarrow.parquet
-
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path, row_group_size=3)
