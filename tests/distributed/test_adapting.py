@@ -7,7 +7,8 @@ import json
 import os
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -83,7 +84,13 @@ def one_process(loaded_tiny_model: MACModel, files: list[Path]) -> MemoryBank:
 
 
 def bulk_adapt(
-    model: MACModel, checkpoint: Path, folder: Path, files: list[Path], retriever: Any = None, actors: int = 2
+    model: MACModel,
+    checkpoint: Path,
+    folder: Path,
+    files: list[Path],
+    retriever: Any = None,
+    actors: int = 2,
+    on_long: Any = "chunk",
 ) -> tuple[AdaptReport, MemoryBank]:
     """Adapts the bank in a folder, which is made if it does not exist."""
     exists = MemoryBank.exists(folder)
@@ -93,8 +100,18 @@ def bulk_adapt(
         else MemoryBank.create_on_commit(folder, model.fingerprint, keep_texts=True)
     )
     with opened as bank:
-        report = BulkAdapter(model, str(checkpoint), bank, folder, retriever, actors=actors).adapt(files)
+        bulk = BulkAdapter(model, str(checkpoint), bank, folder, retriever, actors=actors)
+        report = bulk.adapt(files, on_long=on_long)
     return report, MemoryBank.open(folder) if MemoryBank.exists(folder) else bank
+
+
+Adapt = Callable[..., tuple[AdaptReport, MemoryBank]]
+
+
+@pytest.fixture
+def adapt(ray: Any, loaded_tiny_model: MACModel, tiny_checkpoint: Path, tmp_path: Path) -> Adapt:
+    """Adapts the bank `bank` in the test's folder on Ray."""
+    return partial(bulk_adapt, loaded_tiny_model, tiny_checkpoint, tmp_path / "bank")
 
 
 def assert_equal(bank: MemoryBank, expected: MemoryBank) -> None:
@@ -115,10 +132,8 @@ def amortized(folder: Path) -> int:
 @pytest.mark.long
 @pytest.mark.parametrize("actors", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_actors_make_the_bank_of_one_process(
-    ray: Any,
+    adapt: Adapt,
     actors: int,
-    loaded_tiny_model: MACModel,
-    tiny_checkpoint: Path,
     files: list[Path],
     one_process: MemoryBank,
     tmp_path: Path,
@@ -126,7 +141,6 @@ def test_actors_make_the_bank_of_one_process(
 ) -> None:
     monkeypatch.setattr(adapting, "Amortizer", Counting)
     retriever = BM25Retriever()
-    arguments = (loaded_tiny_model, tiny_checkpoint, tmp_path / "bank", files, retriever, actors)
     write, calls = DocumentWriter.write_encoded, []
 
     def write_two(self: DocumentWriter, *values: Any) -> Any:
@@ -138,11 +152,11 @@ def test_actors_make_the_bank_of_one_process(
     with monkeypatch.context() as patch:
         patch.setattr(DocumentWriter, "write_encoded", write_two)
         with pytest.raises(BankError, match="the disk is full"):
-            bulk_adapt(*arguments)
+            adapt(files, retriever, actors)
     assert amortized(tmp_path) == 3
     assert len(retriever) == len(MemoryBank.open(tmp_path / "bank")) == 2 * GROUP
 
-    report, bank = bulk_adapt(*arguments)
+    report, bank = adapt(files, retriever, actors)
     rest = COUNT - 2 * GROUP
     assert report == AdaptReport(added=rest, updated=0, unchanged=2 * GROUP, rows=rest, filed=rest)
     assert amortized(tmp_path) == 3  # the third group, too, by the first call
@@ -175,62 +189,40 @@ BAD = {
     "twice": ('{"id": "d0", "text": "once more"}', BankError, "document id 'd0' occurs twice"),
     "lone surrogate": ('{"id": "x", "text": "\\ud83d"}', DocumentError, "document 'x': .*half of a surrogate pair"),
     "date": ('{"id": "x", "text": "A text.", "date": "03/04/2004"}', BankError, "document 'x': .*in several ways"),
+    "circle": (
+        '{"id": "a", "text": "A.", "supersedes": "b"}\n{"id": "b", "text": "B.", "supersedes": "a"}',
+        BankError,
+        "in a circle: 'a' -> 'b' -> 'a'",
+    ),
 }
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("row", "kind", "message"), BAD.values(), ids=list(BAD))
 def test_a_bad_document_is_named_and_nothing_is_done(
-    ray: Any,
-    loaded_tiny_model: MACModel,
-    tiny_checkpoint: Path,
-    tmp_path: Path,
-    row: str,
-    kind: type[MACError],
-    message: str,
+    adapt: Adapt, tmp_path: Path, row: str, kind: type[MACError], message: str
 ) -> None:
     rows = [json.dumps({"id": f"d{number}", "text": text(number)}) for number in range(601)]
     (tmp_path / "bad.jsonl").write_text("\n".join([*rows, row]) + "\n")
     with pytest.raises(kind, match=message):
-        bulk_adapt(loaded_tiny_model, tiny_checkpoint, tmp_path / "bank", [tmp_path / "bad.jsonl"])
+        adapt([tmp_path / "bad.jsonl"])
     assert [path.name for path in tmp_path.iterdir()] == ["bad.jsonl"]
 
 
 @pytest.mark.slow
-def test_a_circle_of_documents_that_supersede_each_other_is_refused(
-    ray: Any, loaded_tiny_model: MACModel, tiny_checkpoint: Path, tmp_path: Path
-) -> None:
-    rows = [{"id": name, "text": f"Text {name}.", "supersedes": other} for name, other in (("a", "b"), ("b", "a"))]
-    (tmp_path / "circle.jsonl").write_text("\n".join(map(json.dumps, rows)) + "\n")
-    with pytest.raises(BankError, match="in a circle: 'a' -> 'b' -> 'a'"):
-        bulk_adapt(loaded_tiny_model, tiny_checkpoint, tmp_path / "bank", [tmp_path / "circle.jsonl"])
-    assert not MemoryBank.exists(tmp_path / "bank")
-
-
-@pytest.mark.slow
-def test_what_only_an_actor_notices_is_named_and_nothing_is_committed(
-    ray: Any, loaded_tiny_model: MACModel, tiny_checkpoint: Path, tmp_path: Path
-) -> None:
+def test_what_only_an_actor_notices_is_named_and_nothing_is_committed(adapt: Adapt, tmp_path: Path) -> None:
     (tmp_path / "long.txt").write_text("A long text. " * 1000)
-    bank = MemoryBank.create_on_commit(tmp_path / "bank", loaded_tiny_model.fingerprint)
-    bulk = BulkAdapter(loaded_tiny_model, str(tiny_checkpoint), bank, tmp_path / "bank", actors=1)
     with pytest.raises(DocumentError, match=r"document '.*long\.txt': a text of 13,000 characters is longer"):
-        bulk.adapt([tmp_path / "long.txt"], on_long="error")
+        adapt([tmp_path / "long.txt"], actors=1, on_long="error")
     assert [path.name for path in tmp_path.iterdir()] == ["long.txt"]
 
 
 @pytest.mark.slow
 def test_an_actor_that_dies_changes_nothing(
-    ray: Any,
-    loaded_tiny_model: MACModel,
-    tiny_checkpoint: Path,
-    files: list[Path],
-    one_process: MemoryBank,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    adapt: Adapt, files: list[Path], one_process: MemoryBank, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(adapting, "Amortizer", Dying)
-    _, bank = bulk_adapt(loaded_tiny_model, tiny_checkpoint, tmp_path / "bank", files)
+    _, bank = adapt(files)
     assert (tmp_path / "died").exists()
     assert_equal(bank, one_process)
 
@@ -243,7 +235,6 @@ def stalled_driver(checkpoint: Path, folder: Path, files: list[Path]) -> None:
 
 @pytest.mark.slow
 def test_after_a_killed_driver_the_finished_groups_are_not_amortized_again(
-    loaded_tiny_model: MACModel,
     tiny_checkpoint: Path,
     files: list[Path],
     one_process: MemoryBank,
@@ -251,8 +242,7 @@ def test_after_a_killed_driver_the_finished_groups_are_not_amortized_again(
     monkeypatch: pytest.MonkeyPatch,
     request: pytest.FixtureRequest,
 ) -> None:
-    arguments = (tiny_checkpoint, tmp_path / "bank", files)
-    driver = get_context("spawn").Process(target=stalled_driver, args=arguments)
+    driver = get_context("spawn").Process(target=stalled_driver, args=(tiny_checkpoint, tmp_path / "bank", files))
     driver.start()
     until = time.monotonic() + 240
     while not list(tmp_path.glob("bank.staging/block-*.safetensors")):
@@ -264,9 +254,8 @@ def test_after_a_killed_driver_the_finished_groups_are_not_amortized_again(
     driver.join()
     assert not MemoryBank.exists(tmp_path / "bank")
 
-    request.getfixturevalue("ray")
     monkeypatch.setattr(adapting, "Amortizer", Counting)
-    report, bank = bulk_adapt(loaded_tiny_model, *arguments)
+    report, bank = request.getfixturevalue("adapt")(files)
     assert report.added == COUNT
     assert amortized(tmp_path) == 3  # the first in the killed call, two in this one
     assert_equal(bank, one_process)
@@ -282,33 +271,27 @@ def test_after_a_killed_driver_the_finished_groups_are_not_amortized_again(
     ],
 )
 def test_workers_that_always_fail_are_an_error_that_says_so(
-    ray: Any,
-    loaded_tiny_model: MACModel,
-    tiny_checkpoint: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    actor: type,
-    message: str,
+    adapt: Adapt, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, actor: type, message: str
 ) -> None:
     (tmp_path / "may.txt").write_text("Ada Voss was appointed.")
     monkeypatch.setattr(adapting, "Amortizer", actor)
     with pytest.raises(WorkerError, match=message):
-        bulk_adapt(loaded_tiny_model, tiny_checkpoint, tmp_path / "bank", [tmp_path / "may.txt"])
+        adapt([tmp_path / "may.txt"])
     assert [path.name for path in tmp_path.iterdir()] == ["may.txt"]
 
 
 @pytest.mark.slow
 def test_changed_and_new_documents_make_the_bank_of_one_process(
-    ray: Any, loaded_tiny_model: MACModel, tiny_checkpoint: Path, one_process: MemoryBank, tmp_path: Path
+    adapt: Adapt, loaded_tiny_model: MACModel, one_process: MemoryBank, tmp_path: Path
 ) -> None:
-    for name in ("here", "there"):
+    for name in ("here", "bank"):
         one_process.save(tmp_path / name)
     changed = [number for number in range(COUNT + 700) if number % 3]
     rows = [{"id": f"d{number}", "text": text(number + number % 2), "n": number} for number in changed]
     (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)) + "\n")
     with MemoryBank.open(tmp_path / "here", write=True) as here:
         expected = MACEngine(loaded_tiny_model, here).adapt(read_documents([tmp_path / "rows.jsonl"]))
-    report, there = bulk_adapt(loaded_tiny_model, tiny_checkpoint, tmp_path / "there", [tmp_path / "rows.jsonl"])
+    report, there = adapt([tmp_path / "rows.jsonl"])
     assert report == expected
     assert min(report.added, report.updated, report.unchanged) > 100
     assert_equal(there, MemoryBank.open(tmp_path / "here"))
