@@ -65,14 +65,6 @@ def test_missing_parents_are_as_private_and_existing_folders_keep_their_mode(tmp
     assert modes == [0o755, 0o700, 0o700]
 
 
-def test_no_other_file_is_written_through_a_link(tmp_path: Path) -> None:
-    (tmp_path / "other").write_bytes(b"kept")
-    (tmp_path / "file.new").symlink_to("other")
-    write_file(tmp_path / "file", [b"text"])
-    assert (tmp_path / "other").read_bytes() == b"kept"
-    assert (tmp_path / "file").read_bytes() == b"text"
-
-
 def test_a_folder_that_cannot_be_written_is_an_error_with_the_folder(tmp_path: Path) -> None:
     make_writable_folder(tmp_path / "new" / "folder")
     assert list((tmp_path / "new" / "folder").iterdir()) == []

@@ -63,10 +63,6 @@ class TestConstraints:
             extras = ("", *requirement.extras)
             waiting += [r for r in needed if r.marker is None or any(r.marker.evaluate({"extra": e}) for e in extras)]
 
-    def test_security_floors(self) -> None:
-        """CVE-2026-24747 (torch) and CVE-2026-4372 (transformers)."""
-        assert {"torch>=2.10", "transformers>=5.3"} <= set(PROJECT["dependencies"])
-
 
 def python(code: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
@@ -161,10 +157,6 @@ class TestRecipes:
     def test_a_wrong_override_is_named(self, override: str, message: str) -> None:
         with pytest.raises(ConfigError, match=message):
             self.load(override)
-
-    def test_an_unknown_recipe_lists_those_there_are(self) -> None:
-        with pytest.raises(ConfigError, match=r"no recipe 'mac-huge/train'.*mac-tiny/pretrain"):
-            self.load(name="mac-huge/train")
 
     def test_an_empty_file_is_refused(self, tmp_path: Path) -> None:
         (tmp_path / "empty.yaml").write_text("# nothing yet\n")

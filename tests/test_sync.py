@@ -276,18 +276,6 @@ def test_a_bank_that_differs_from_its_index_is_repaired(tiny_checkpoint: Path, t
     assert run("ask", "Where did rain fall?", *bm25).stderr == ""
 
 
-def test_a_rebuilt_bank_gets_its_texts_and_its_index_from_the_index(
-    tiny_checkpoint: Path, tmp_path: Path, rows: Path
-) -> None:
-    done("adapt", rows, "--bank", tmp_path / "old", "--model", tiny_checkpoint, "--retriever", "bm25")
-    rebuild = ("bank", "rebuild", "--bank", tmp_path / "old", "--into", tmp_path / "new", "--model", tiny_checkpoint)
-    assert "keeps no texts; give the retriever" in str(run(*rebuild).exception)
-    done(*rebuild, "--retriever", "bm25")
-    with MemoryBank.open(tmp_path / "new") as new, MemoryBank.open(tmp_path / "old") as old:
-        assert disagreement(new, BankBM25Retriever(new)) is None
-        assert BankBM25Retriever(new).content_hashes() == BankBM25Retriever(old).content_hashes()
-
-
 def test_a_folder_is_for_retrievers_that_need_one(tiny_checkpoint: Path, tmp_path: Path, rows: Path) -> None:
     common = ("--bank", tmp_path / "bank", "--model", tiny_checkpoint, "--retriever")
     for wrong, message in (

@@ -159,10 +159,6 @@ class TestBadInput:
         assert "empty" in refusal("ask", "Who?", "--bank", bank, "--model", model)
         assert run("bank", "info", "--bank", bank).stdout.split()[:2] == ["documents", "0"]
 
-    def test_empty_question(self, model: str, notes: list[str], tmp_path: Path) -> None:
-        run("adapt", *notes, "--bank", tmp_path / "bank", "--model", model)
-        assert "must not be empty" in refusal("ask", " ", "--bank", tmp_path / "bank", "--model", model)
-
     def test_no_bank(self, tmp_path: Path) -> None:
         for command in (("ask", "Who?"), ("bank", "info"), ("bank", "list"), ("bank", "verify")):
             assert "there is no memory bank" in refusal(*command, "--bank", tmp_path / "bank")

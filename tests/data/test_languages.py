@@ -16,7 +16,6 @@ from mac_rag.data.types import Document
 from mac_rag.engine import MACEngine
 from mac_rag.errors import ConfigError
 from mac_rag.model import MACModel
-from mac_rag.model.checkpoint import SHIPPED, read_config
 
 GERMAN = "Die Firma beschäftigt 180 Menschen in Rotterdam und wurde 1934 von Helene Park gegründet."
 FOREIGN = {
@@ -101,7 +100,3 @@ def test_without_the_identifier_a_language_is_an_error_and_adapting_goes_on(
 def test_models_that_say_no_language_do_not_look(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr("mac_rag.adapting.language_of")
     assert MACEngine("mac-tiny").adapt([Document("firma", GERMAN)]).added == 1
-
-
-def test_the_default_model_says_that_it_reads_english() -> None:
-    assert read_config(SHIPPED / "mac-small").languages == ("en",)

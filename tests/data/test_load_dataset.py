@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mac_rag.data import SPLITS, load_dataset
+from mac_rag.data import load_dataset
 from mac_rag.data.archivalqa import write_archivalqa
 from mac_rag.data.newswire.generate import STREAM_LENGTH, generate
-from mac_rag.data.types import first_documents, shortest_first
-from mac_rag.errors import ConfigError, DataError
+from mac_rag.data.types import shortest_first
+from mac_rag.errors import ConfigError
 
 
 def test_newswire_is_generated_at_the_papers_length_or_any_other() -> None:
@@ -46,25 +46,9 @@ def test_impossible_requests_are_named(arguments: tuple[str, ...], options: dict
         load_dataset(*arguments, **options)
 
 
-@pytest.mark.parametrize("name", ["squad", "streamingqa", "archivalqa"])
-def test_every_split_is_looked_for_in_its_own_file(tmp_path: Path, name: str) -> None:
-    for split in SPLITS[name]:
-        with pytest.raises(DataError, match=str(tmp_path)):
-            load_dataset(name, split, tmp_path)
-
-
 @given(st.lists(st.text()))
 def test_the_shortest_answer_leads_and_no_other_is_lost(answers: list[str]) -> None:
     ordered = shortest_first(answers)
     assert set(ordered) == {answer.strip() for answer in answers} - {""}
     assert len(set(ordered)) == len(ordered)
     assert not ordered or len(ordered[0]) == min(map(len, ordered))
-
-
-@given(st.integers(1, 60), st.integers(1, 4))
-def test_a_cut_stream_keeps_every_question_of_what_is_left(count: int, questions: int) -> None:
-    dataset = generate("val", 40, questions_per_document=questions)
-    cut = first_documents(dataset, count)
-    assert cut.documents == dataset.documents[:count]
-    assert len(cut.questions) == questions * min(count, 40)
-    assert all(len(asked) == questions for asked in cut.questions_by_document().values())

@@ -197,7 +197,7 @@ def test_what_the_system_refuses_is_named(tmp_path: Path, monkeypatch: pytest.Mo
         read_documents([tmp_path / "rows.jsonl"])
 
 
-ROWS = [("a", 'Opened, "at last".', "1"), ("b", "Closed;\nfor good.", "2")]
+ROWS = [("ä", 'Opened, "at last".', "1"), ("b", "Closed;\nfor góod.", "2")]
 
 
 def delimited(sign: str, end: str = "\n", rows: list[Any] = ROWS) -> str:
@@ -206,7 +206,7 @@ def delimited(sign: str, end: str = "\n", rows: list[Any] = ROWS) -> str:
     return made.getvalue()
 
 
-JSON_LINES = "".join(json.dumps({"id": name, "text": text, "n": n}) + "\n" for name, text, n in ROWS)
+JSON_LINES = "".join(json.dumps({"id": i, "text": t, "n": n}, ensure_ascii=False) + "\n" for i, t, n in ROWS)
 
 
 @pytest.mark.parametrize(
@@ -214,6 +214,7 @@ JSON_LINES = "".join(json.dumps({"id": name, "text": text, "n": n}) + "\n" for n
     [
         ("rows.JSONL", JSON_LINES),
         ("Rows.NdJson", JSON_LINES),
+        ("rows.jsonl", "\n" + JSON_LINES.replace("\n", "\n\n")),
         ("rows.jsonl", "\ufeff" + JSON_LINES),
         ("rows.ndjson", JSON_LINES.replace("\n", "\r\n")),
         ("rows.jsonl", "".join("\ufeff" + line for line in JSON_LINES.splitlines(keepends=True))),  # files joined
@@ -224,9 +225,9 @@ JSON_LINES = "".join(json.dumps({"id": name, "text": text, "n": n}) + "\n" for n
         ("rows.csv", delimited("|")),
         ("rows.csv", "sep=;\r\n" + delimited(";")),
         ("rows.csv", delimited(",") + ",,\n\n,,\n"),
-        ("rows.csv", 'id, text, n\na, "Opened, ""at last"".", 1\nb, "Closed;\nfor good.", 2\n'),
+        ("rows.csv", 'id, text, n\nä, "Opened, ""at last"".", 1\nb, "Closed;\nfor góod.", 2\n'),
         ("rows.csv", delimited(",").replace("id,text,n", '"id","text","n"')),
-        ("rows.csv", 'id;text;"n"\na;"Opened, ""at last"".";1\nb;"Closed;\nfor good.";2'),
+        ("rows.csv", 'id;text;"n"\nä;"Opened, ""at last"".";1\nb;"Closed;\nfor góod.";2'),
     ],
 )
 def test_rows_are_read_however_they_are_written(tmp_path: Path, name: str, content: str) -> None:

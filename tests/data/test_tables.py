@@ -31,14 +31,6 @@ def test_cells_are_read_as_they_stand_and_blank_lines_passed_over(file: Path) ->
     ]
 
 
-def test_a_byte_order_mark_is_no_part_of_the_first_column(file: Path) -> None:
-    assert rows(file, b"\xef\xbb\xbfquestion,answer\nq,a\n") == [{"question": "q", "answer": "a"}]
-
-
-def test_a_cell_may_be_longer_than_the_csv_module_allows_by_default(file: Path) -> None:
-    assert len(rows(file, f"question,answer\n{'x' * 300_000},a\n")[0]["question"]) == 300_000
-
-
 @pytest.mark.parametrize(
     ("content", "message"),
     [
@@ -61,24 +53,6 @@ def test_a_malformed_file_is_refused_by_name_row_and_column(file: Path, content:
     with pytest.raises(DataError, match=message) as raised:
         rows(file, content)
     assert str(file) in str(raised.value)
-
-
-def test_a_row_number_counts_rows_and_a_line_number_lines(file: Path) -> None:
-    with pytest.raises(DataError, match=r"row 2 \(line 5\), column 'answer'"):
-        rows(file, 'question,answer\n"three\nlines\nlong",a\nq\n')
-
-
-def test_a_blank_cell_is_refused_where_it_must_be_filled(file: Path) -> None:
-    file.write_text("question,answer\nq,a\nq, \n")
-    first, second = read_table(file, COLUMNS)
-    assert first.filled("answer") == "a"
-    with pytest.raises(DataError, match=r"questions.csv, row 2 \(line 3\), column 'answer': the cell is empty"):
-        second.filled("answer")
-
-
-def test_a_missing_file_is_named(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"none\.csv cannot be read: No such file"):
-        list(read_table(tmp_path / "none.csv", COLUMNS))
 
 
 def test_a_file_is_replaced_only_when_all_rows_are_written(file: Path) -> None:

@@ -12,12 +12,6 @@ from mac_rag.distributed.cluster import connected_ray
 from mac_rag.errors import ConfigError
 
 
-def test_without_ray_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "ray", None)
-    with pytest.raises(ConfigError, match=r"pip install 'mac-rag\[ray\]'"):
-        connected_ray()
-
-
 def test_a_cluster_is_not_joined_without_a_token(monkeypatch: pytest.MonkeyPatch) -> None:
     """Who reaches a cluster without tokens runs code on it, so that must be said."""
     asked: list[str] = []

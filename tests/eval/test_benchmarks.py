@@ -71,21 +71,21 @@ def test_documents_and_questions_are_limited(evaluate: Evaluate, tmp_path: Path)
 
 def test_data_of_ones_own_give_the_rows_of_a_benchmark(evaluate: Evaluate, tmp_path: Path) -> None:
     """The oracle is StreamingQA's command on the same questions."""
-    stream = generate("test", 9, seed=4)
+    stream = generate("test", 5, seed=4)
     texts = {document.id: document.text for document in stream.documents}
     rows = [(texts[q.gold], q.question, q.answers[0]) for q in stream.questions]
     with (tmp_path / "test.csv").open("w", newline="") as file:
         csv.writer(file).writerows([("text", "question", "answers"), *rows])
     with (tmp_path / "mine.jsonl").open("w") as file:
         file.writelines(json.dumps(dict(zip(("document", "q", "answers"), row))) + "\n" for row in rows)
-    common = ("--retriever", "bm25", "--k", "1,2")
+    common = ("--retriever", "bm25", "--k", "2")
     expected = evaluate("streamingqa", *common, "--data", tmp_path)
     own = evaluate("qa", *common, "--data", "mine.jsonl", "--columns", "question=q", "--split", "all")
-    assert own.shown.splitlines()[0] == "mine.jsonl: 9 documents, 9 questions, split all"
+    assert own.shown.splitlines()[0] == "mine.jsonl: 5 documents, 5 questions, split all"
     assert [row.model_copy(update={"seconds": None}) for row in own.result.rows] == [
         row.model_copy(update={"seconds": None}) for row in expected.result.rows
     ]
-    assert own.result.data == Data(name="own", split="all", source="mine.jsonl", documents=9, questions=9)
+    assert own.result.data == Data(name="own", split="all", source="mine.jsonl", documents=5, questions=5)
 
 
 def test_questions_without_documents_have_neither_recall_nor_reference_contexts(

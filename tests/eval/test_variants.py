@@ -119,12 +119,6 @@ def test_each_story_is_one_sentence_with_one_question() -> None:
         assert document.text.endswith(".")
 
 
-def test_nested_values_are_merged() -> None:
-    values = {"a": {"b": 1, "c": {"d": 2}}, "e": 3}
-    assert merged(values, {"a": {"c": {"d": 4}}, "e": {"f": 5}}) == {"a": {"b": 1, "c": {"d": 4}}, "e": {"f": 5}}
-    assert values["a"] == {"b": 1, "c": {"d": 2}}
-
-
 @pytest.mark.parametrize("kind", ["lora", "film"])
 def test_a_graft_keeps_all_but_the_fresh_part(tiny_checkpoint: Path, tmp_path: Path, kind: Any) -> None:
     config = read_config(tiny_checkpoint)

@@ -469,14 +469,3 @@ class TestStandardRetriever(RetrieversIntegrationTests):
     @property
     def retriever_query_example(self) -> str:
         return "Where did the storm hit?"
-
-
-def test_nothing_is_declared_that_the_suites_would_have_to_try(mac_tiny: MACEngine) -> None:
-    """What is skipped is what LangChain's own interface says to be missing."""
-    llm = ChatMAC(engine=mac_tiny)
-    with pytest.raises(NotImplementedError):
-        llm.bind_tools([])
-    with pytest.raises(NotImplementedError):
-        llm.with_structured_output({"title": "Answer", "type": "object", "properties": {}})
-    assert llm.profile is not None
-    assert llm.profile["tool_calling"] is llm.profile["structured_output"] is False

@@ -215,16 +215,6 @@ def test_predicting_in_all_four_ways_and_without_blocking(make_llm: LLMFactory) 
     assert script.turns() == [("system", "Be brief."), ("user", "Whose bridge?")]
 
 
-def test_metadata_of_a_chat_model(make_llm: LLMFactory) -> None:
-    llm, _ = make_llm()
-    metadata = llm.metadata
-    assert metadata.is_chat_model
-    assert not metadata.is_function_calling_model
-    assert metadata.context_window == llm.engine.model.context_window
-    assert metadata.num_output == 150
-    assert metadata.system_role == MessageRole.SYSTEM
-
-
 def test_options_of_a_call_and_of_the_llm(chat_checkpoint: Path) -> None:
     model = MACModel.from_pretrained(chat_checkpoint, device="cpu")
     llm = MACLLM(model, max_new_tokens=12)

@@ -149,24 +149,25 @@ def test_the_prompt_helper_divides_long_contexts(
 
 
 @pytest.mark.parametrize("mode", ["context", "condense_plus_context", "simple"])
-def test_chats_ask_questions_alone(index: VectorStoreIndex, llm: MACLLM, engine: RecordingEngine, mode: str) -> None:
+def test_chats_ask_questions_alone_and_say_so_once(
+    index: VectorStoreIndex, llm: MACLLM, engine: RecordingEngine, mode: str, caplog: pytest.LogCaptureFixture
+) -> None:
     options = {} if mode == "simple" else {"similarity_top_k": 1, "skip_condense": True}
     museum, bridge = ((), ()) if mode == "simple" else ((FACTS["museum"],), (FACTS["bridge"],))
     expected = reference(engine, *bridge)
     chat = index.as_chat_engine(chat_mode=mode, llm=llm, **options)
-    first = chat.chat("Who leads the museum of Sola?")
-    assert engine.asked == [("Who leads the museum of Sola?", museum or None)]
-    engine.asked.clear()
-    assert str(chat.chat(QUESTION)) == expected
-    assert str(asyncio.run(chat.achat(QUESTION))) == expected
-    assert "".join(chat.stream_chat(QUESTION).response_gen) == expected
+    question = "Who leads the {museum} of Sola? Answer YES or NO"
+    with caplog.at_level(logging.WARNING):
+        first = chat.chat(question)
+        assert engine.asked == [(question, museum or None)]
+        engine.asked.clear()
+        assert str(chat.chat(QUESTION)) == expected
+        assert str(asyncio.run(chat.achat(QUESTION))) == expected
+        assert "".join(chat.stream_chat(QUESTION).response_gen) == expected
     assert engine.asked == [(QUESTION, bridge or None)] * 3
-    assert [message.content for message in chat.chat_history][:4] == [
-        "Who leads the museum of Sola?",
-        str(first),
-        QUESTION,
-        expected,
-    ]
+    assert [message.content for message in chat.chat_history][:4] == [question, str(first), QUESTION, expected]
+    [warning] = caplog.messages
+    assert "complete by itself" in warning
 
 
 def test_long_chats_do_not_eat_the_window(index: VectorStoreIndex, llm: MACLLM) -> None:

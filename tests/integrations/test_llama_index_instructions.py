@@ -321,22 +321,6 @@ def test_slots_and_contexts_make_a_question(index: VectorStoreIndex, llm: MACLLM
     assert [asked for asked, _ in engine.asked] == [question] * 3
 
 
-@pytest.mark.parametrize("mode", ["simple", "context", "condense_plus_context"])
-def test_chats_go_on_and_say_once_that_each_question_stands_alone(
-    index: VectorStoreIndex, llm: MACLLM, engine: RecordingEngine, mode: Any, caplog: pytest.LogCaptureFixture
-) -> None:
-    options: dict[str, Any] = {"skip_condense": True} if mode == "condense_plus_context" else {}
-    chat = index.as_chat_engine(chat_mode=mode, llm=llm, similarity_top_k=1, **options)
-    questions = ["What does {braces} mean? Answer YES or NO", QUESTION, "And the ferry?"]
-    with caplog.at_level(logging.WARNING):
-        for question in questions:
-            chat.chat(question)
-        asyncio.run(chat.achat(QUESTION))
-    assert [question for question, _ in engine.asked] == [*questions, QUESTION]
-    assert [record.message for record in caplog.records if "complete by itself" not in record.message] == []
-    assert caplog.text.count("complete by itself") == 1
-
-
 def test_results_of_tools_are_refused(llm: MACLLM) -> None:
     chat = [ChatMessage(role="user", content=QUESTION), ChatMessage(role="tool", content="42")]
     with pytest.raises(InstructionError, match="result of a tool"):

@@ -158,13 +158,6 @@ def test_a_question_beyond_the_window_is_refused(remembering: RecordingEngine) -
             llm.complete("Who? " * remembering.model.context_window, contexts=contexts)
 
 
-def test_the_window_leaves_room_for_what_llama_index_reserves(remembering: RecordingEngine) -> None:
-    metadata = MACLLM(engine=remembering).metadata
-    assert metadata.context_window > remembering.model.context_window + 600
-    assert not metadata.is_chat_model
-    assert not metadata.is_function_calling_model
-
-
 # -- what it refuses --
 
 

@@ -26,12 +26,11 @@ from llama_index.core.storage.docstore import SimpleDocumentStore
 from llama_index.core.vector_stores import SimpleVectorStore
 from llama_index.vector_stores.chroma import ChromaVectorStore
 
-import mac_rag.adapting
 from mac_rag.bank.bank import MemoryBank
 from mac_rag.errors import BankError, ConfigError, MACError
 from mac_rag.integrations.llama_index import MACVectorStore, MemoryWriter
 from mac_rag.integrations.llama_index.writer import documents_in
-from mac_rag.model import AmortizedModel, MACModel
+from mac_rag.model import MACModel
 from tests.integrations.helpers import FACTS, QUESTION, HashEmbedding, RecordingEngine, facts, forget_warnings
 
 
@@ -107,31 +106,6 @@ def test_only_the_nodes_of_the_index_are_read_from_a_shared_docstore(engine: Rec
     second = SummaryIndex.from_documents(facts()[1:], storage_context=storage)
     MemoryWriter.from_index(second, engine)
     assert set(engine.bank.document_ids) == set(list(FACTS)[1:])
-
-
-def test_an_interrupted_call_resumes(tiny_model: MACModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    index = SummaryIndex.from_documents(facts())
-    monkeypatch.setattr(mac_rag.adapting, "GROUP", 1)
-    engine = RecordingEngine(tiny_model, MemoryBank.create(tmp_path / "bank", tiny_model.fingerprint))
-    encoded: list[int] = []
-
-    def failing(rows: list[list[int]], **options: Any) -> Any:
-        if len(encoded) == 2:
-            raise KeyboardInterrupt
-        encoded.append(len(rows))
-        return AmortizedModel.amortize_rows(tiny_model, rows, **options)
-
-    monkeypatch.setattr(tiny_model, "amortize_rows", failing)
-    with pytest.raises(KeyboardInterrupt):
-        MemoryWriter.from_index(index, engine)
-    engine.bank.close()
-    monkeypatch.undo()
-    reopened = RecordingEngine(tiny_model, MemoryBank.open(tmp_path / "bank", write=True))
-    assert len(reopened.bank) == 2
-    kept = {entry.document_id: entry.phi for entry in reopened.bank}
-    MemoryWriter.from_index(index, reopened)
-    assert set(reopened.bank.document_ids) == set(FACTS)
-    assert all(torch.equal(reopened.bank[name].phi, phi) for name, phi in kept.items())
 
 
 SENTENCES = st.lists(st.sampled_from([*FACTS.values(), "Rain fell.", "It was cold, and nobody came.\n\n"]), min_size=1)

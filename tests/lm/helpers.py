@@ -101,6 +101,17 @@ HYBRIDS: dict[str, dict[str, Any]] = {
         "linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 16, "linear_value_head_dim": 16,
     },
 }  # fmt: skip
+# LMs of which some layers have no keys and values that could be a prefix, and LMs that are not supported at all: why.
+WITHOUT_PREFIX = [
+    *((name, "state-space layers or convolutions") for name in HYBRIDS),
+    ("deepseek_v3", "keys and values differ in width"),
+    ("gemma3n_text", "share keys and values"),
+]
+UNSUPPORTED = [
+    *((name, "keeps its state in a cache of its own") for name in ("mamba", "mamba2", "rwkv")),
+    *((name, "does not say how many positions it has") for name in ("bloom", "mpt")),
+    ("gemma3", "is more than a text model"),
+]
 
 
 class Numbers:

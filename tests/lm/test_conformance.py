@@ -21,6 +21,8 @@ from tests.lm.helpers import (
     HYBRIDS,
     KINDS,
     QUANTIZED_TOLERANCES,
+    UNSUPPORTED,
+    WITHOUT_PREFIX,
     Cell,
     check,
     check_generation,
@@ -80,14 +82,7 @@ class TestRefusals:
         AutoConfig.for_model(name, **config).save_pretrained(folder)
         BaseLM.load(BaseLMConfig(name=str(folder)), PromptFormat(), torch.device("cpu"), modulation=kind)
 
-    @pytest.mark.parametrize(
-        ("name", "reason"),
-        [
-            *((name, "state-space layers or convolutions") for name in HYBRIDS),
-            ("deepseek_v3", "keys and values differ in width"),
-            ("gemma3n_text", "share keys and values"),
-        ],
-    )
+    @pytest.mark.parametrize(("name", "reason"), WITHOUT_PREFIX)
     def test_no_prefix_without_keys_and_values_in_every_layer(
         self, tmp_path: Path, name: str, reason: str, in_table: InTable
     ) -> None:
@@ -97,14 +92,7 @@ class TestRefusals:
         in_table(name, "prefix", "", refused.value)
 
     @pytest.mark.parametrize("kind", KINDS)
-    @pytest.mark.parametrize(
-        ("name", "reason"),
-        [
-            *((name, "keeps its state in a cache of its own") for name in ("mamba", "mamba2", "rwkv")),
-            *((name, "does not say how many positions it has") for name in ("bloom", "mpt")),
-            ("gemma3", "is more than a text model"),
-        ],
-    )
+    @pytest.mark.parametrize(("name", "reason"), UNSUPPORTED)
     def test_lms_that_carry_no_modulation(
         self, tmp_path: Path, name: str, reason: str, kind: str, in_table: InTable
     ) -> None:

@@ -53,14 +53,12 @@ class Sources:
         hub: the Hub's folder.
         wheels: pip's folder.
         requests: paths that the Hub was asked for.
-        broken: file -> bytes after which the Hub breaks off, once.
         said: lines that `fetch` has said.
     """
 
     hub: Path
     wheels: Path
     requests: list[str] = field(default_factory=list)
-    broken: dict[str, int] = field(default_factory=dict)
     said: list[str] = field(default_factory=list)
 
     def fetch(self, revision: str | None = None) -> FetchedLM:
@@ -137,9 +135,7 @@ def sources(originals: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.Mo
             self.send_header("Content-Length", str(len(content)))
             self.end_headers()
             if body:
-                end = here.broken.pop(file.name, len(content))
-                self.wfile.write(content[:end])
-                self.close_connection = end < len(content)
+                self.wfile.write(content)
 
         def log_message(self, format: str, *args: Any) -> None:
             pass
@@ -233,12 +229,6 @@ def test_an_interrupted_download_goes_on(sources: Sources, monkeypatch: pytest.M
     sources.requests.clear()
     assert sources.fetch().revision == COMMIT
     assert not any("model.safetensors" in path for path in sources.requests)
-    assert alike(state_of(), sources.hub)
-
-
-def test_a_connection_that_breaks_off_is_resumed(sources: Sources) -> None:
-    sources.broken["model.safetensors"] = 1000
-    assert sources.fetch().revision == COMMIT  # the client goes on where it was
     assert alike(state_of(), sources.hub)
 
 

@@ -37,7 +37,9 @@ from tests.lm.helpers import (
     ROTATIONS,
     SCALINGS,
     TOLERANCES,
+    UNSUPPORTED,
     WINDOW,
+    WITHOUT_PREFIX,
     Numbers,
     lm_of_numbers,
     masks_by_hand,
@@ -244,25 +246,24 @@ class TestKeysBeforeRotation:
         before = rotation.inverse(keys)
         return keys, before, rotation(before)
 
-    @pytest.mark.parametrize("name", NAMES)
-    def test_a_rotation_is_inverted(self, name: str) -> None:
-        keys, before, again = self.keys(random_lm(name), DOCUMENTS[0])
+    EACH = [
+        *(pytest.param(name, {}, id=name) for name in NAMES),
+        *(pytest.param("llama", {"rope_parameters": scaling}, id=scaling["rope_type"]) for scaling in SCALINGS),
+    ]
+
+    @pytest.mark.parametrize(("name", "changes"), EACH)
+    def test_a_rotation_is_inverted(self, name: str, changes: dict[str, Any]) -> None:
+        keys, before, again = self.keys(random_lm(name, **changes), DOCUMENTS[0])
         torch.testing.assert_close(again, keys, rtol=0, atol=1e-5 * float(keys.std()))
         assert torch.equal(before, keys) == (name in LEARNED_POSITIONS)
 
-    # Learned positions stay in the keys.
-    @pytest.mark.parametrize("name", [name for name in NAMES if name not in LEARNED_POSITIONS])
-    def test_keys_of_a_token_are_equal_at_all_positions(self, name: str) -> None:
-        keys, before, _ = (part[0] for part in self.keys(random_lm(name), [57] * 2 * WINDOW))
+    @pytest.mark.parametrize(("name", "changes"), EACH)
+    def test_keys_of_a_token_are_equal_at_all_positions(self, name: str, changes: dict[str, Any]) -> None:
+        if name in LEARNED_POSITIONS:
+            pytest.skip("learned positions stay in the keys")
+        keys, before, _ = (part[0] for part in self.keys(random_lm(name, **changes), [57] * 2 * WINDOW))
         torch.testing.assert_close(before, before[:, :1].expand_as(before), rtol=0, atol=1e-5 * float(keys.std()))
         assert (keys - keys[:, :1]).abs().max() > 0.1 * keys.std()
-
-    @pytest.mark.parametrize("scaling", SCALINGS, ids=lambda scaling: scaling["rope_type"])
-    def test_scaled_rotations(self, scaling: dict[str, Any]) -> None:
-        keys, before, again = self.keys(random_lm("llama", rope_parameters=scaling), [57] * 2 * WINDOW)
-        torch.testing.assert_close(again, keys, rtol=0, atol=1e-5 * float(keys.std()))
-        first = before[0]
-        torch.testing.assert_close(first, first[:, :1].expand_as(first), rtol=0, atol=1e-5 * float(keys.std()))
 
 
 class TestRefusals:
@@ -273,15 +274,7 @@ class TestRefusals:
         AutoConfig.for_model(name, **config).save_pretrained(folder)
         MACModel.around(BaseLMConfig(name=str(folder)), compression=None, device="cpu", sentence_encoder=None)
 
-    @pytest.mark.parametrize(
-        ("name", "reason"),
-        [
-            *((name, "state-space layers or convolutions") for name in HYBRIDS),
-            ("deepseek_v3", "keys and values differ in width"),
-            ("gemma3n_text", "share keys and values"),
-            ("llama4_text", "attend within chunks of a text"),
-        ],
-    )
+    @pytest.mark.parametrize(("name", "reason"), [*WITHOUT_PREFIX, ("llama4_text", "attend within chunks of a text")])
     def test_lms_without_keys_and_values_that_stand_alone(
         self, tmp_path: Path, name: str, reason: str, in_table: InTable
     ) -> None:
@@ -295,14 +288,7 @@ class TestRefusals:
         with pytest.raises(ModelLoadError, match=pattern):
             self.around(tmp_path, "falcon", alibi=True)
 
-    @pytest.mark.parametrize(
-        ("name", "reason"),
-        [
-            *((name, "keeps its state in a cache of its own") for name in ("mamba", "mamba2", "rwkv")),
-            *((name, "does not say how many positions it has") for name in ("bloom", "mpt")),
-            ("gemma3", "is more than a text model"),
-        ],
-    )
+    @pytest.mark.parametrize(("name", "reason"), UNSUPPORTED)
     def test_lms_that_take_no_memory_at_all(self, tmp_path: Path, name: str, reason: str, in_table: InTable) -> None:
         with pytest.raises(ModelLoadError, match=f"{name} {reason}") as refused:
             self.around(tmp_path, name)

@@ -314,12 +314,12 @@ def test_a_batch_answers_as_its_questions_alone(model: MACModel) -> None:
 def test_greedy_answers_are_the_most_probable_tokens(parallel_lm: BaseLM) -> None:
     prompt = parallel_lm.prompts.prompt(QUESTION, TEXTS)
     written: list[int] = []
-    for _ in range(3):
+    for _ in range(2):
         rows = [[*written, token] for token in range(VOCABULARY)]
         losses = parallel_lm.answer_loss([prompt] * VOCABULARY, rows, None)
         written.append(int(losses.argmin()))
     steps = parallel_lm._decode([prompt], None, None)
-    assert [int(next(steps)[0]) for _ in range(3)] == written
+    assert [int(next(steps)[0]) for _ in range(2)] == written
 
 
 def test_any_number_of_documents_fits_if_each_does(model: MACModel) -> None:

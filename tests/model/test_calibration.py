@@ -225,16 +225,20 @@ def test_the_shipped_calibration_is_of_the_shipped_weights() -> None:
     assert set(calibration.modes) == {"memory", "documents"}
 
 
-def test_an_abstention_is_known_as_one() -> None:
-    engine = MACEngine(MACModel.from_pretrained("mac-small", device="cpu"))
-    engine.adapt([Document("a", "Anna Berg opened the bridge.")])
-    prompts = [engine.model.fit_to_window("Who opened the bridge?")] * 3
-    assert engine.evidence(prompts, ["i don't know", "I don't know.", "anna berg"])[:, 7].tolist() == [1.0, 1.0, 0.0]
-
-
-def test_an_lm_that_abstains_says_how_surely_it_answers(engine: MACEngine, model: MACModel) -> None:
+@pytest.fixture(scope="module")
+def small() -> MACEngine:
+    """An engine whose LM has learned to abstain."""
     small = MACEngine(MACModel.from_pretrained("mac-small", device="cpu"))
     small.adapt([Document("a", "Anna Berg opened the bridge in May."), Document("b", "The river floods in spring.")])
+    return small
+
+
+def test_an_abstention_is_known_as_one(small: MACEngine) -> None:
+    prompts = [small.model.fit_to_window("Who opened the bridge?")] * 3
+    assert small.evidence(prompts, ["i don't know", "I don't know.", "anna berg"])[:, 7].tolist() == [1.0, 1.0, 0.0]
+
+
+def test_an_lm_that_abstains_says_how_surely_it_answers(engine: MACEngine, model: MACModel, small: MACEngine) -> None:
     asked, text = "Who opened the bridge?", "The river floods in spring."
     prompts = [small.model.fit_to_window(asked), small.model.fit_to_window(asked, [text])]
     phi = small.model.aggregate([asked] * 2, small.bank.phi)

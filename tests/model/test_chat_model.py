@@ -8,11 +8,10 @@ import pytest
 import torch
 
 from mac_rag.config import PromptFormat
-from mac_rag.errors import ConfigError, ModelLoadError
+from mac_rag.errors import ConfigError
 from mac_rag.lm.chat import Message
 from mac_rag.model import MACModel
 from pipelines.objective import Batch, LossWeights, mac_loss
-from tests.helpers import Folder, mac_config
 
 TEXTS = ["Ada Voss opened the museum of Orsena.", "The bridge cost $34 million."]
 QUESTIONS = ["Who opened the museum?", "What did the bridge cost?"]
@@ -68,12 +67,6 @@ def test_control_tokens_in_documents_are_text_for_the_memory(model: MACModel) ->
     assert len(rows) > 1
     assert all(control.isdisjoint(row) for row in rows)
     assert encoder.ids("An ordinary text.") == tokenizer("An ordinary text.").input_ids
-
-
-def test_chat_around_an_lm_without_a_chat_template_is_an_error(model_folder: Folder) -> None:
-    config = mac_config(model_folder("llama"), prompt=PromptFormat(chat=True))
-    with pytest.raises(ModelLoadError, match="has no chat template; take an instruct LM, or leave out"):
-        MACModel.from_config(config, device="cpu")
 
 
 def test_only_a_chat_reads_conversations(tiny_model: MACModel) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mac_rag import DEFAULT_MODEL
 from mac_rag.bank import MemoryBank
 from mac_rag.cli.main import SAMPLE
 from mac_rag.data.metrics import f1
@@ -70,10 +69,6 @@ def test_every_weight_comes_from_the_files(name: str) -> None:
     finally:
         torch.use_deterministic_algorithms(False)
     assert [name for name, weight in model.named_parameters() if not weight.isfinite().all()] == []
-
-
-def test_the_default_is_shipped() -> None:
-    assert DEFAULT_MODEL in NAMES
 
 
 def test_a_bank_of_a_shipped_model_tells_its_name() -> None:

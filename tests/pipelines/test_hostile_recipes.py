@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import pytest
@@ -10,7 +9,7 @@ import pytest
 from mac_rag.errors import ConfigError
 from mac_rag.strict_yaml import parse_yaml
 from mac_rag.untrusted_files import MalformedError
-from pipelines.stages import read_mapping, read_stages
+from pipelines.stages import read_mapping
 from tests.torture.mutations import little_memory
 
 BOMB = "a: &a [x, x, x, x, x, x, x, x]\n" + "".join(
@@ -49,17 +48,3 @@ def test_aliases_are_fine_within_bounds() -> None:
     assert parse_yaml("") is None
     with pytest.raises(MalformedError, match="mapping values are not allowed here"):
         parse_yaml("a: b: c")
-
-
-def test_a_pipeline_with_keys_of_several_types_is_refused_by_name(tmp_path: Path) -> None:
-    path = tmp_path / "pipeline.yaml"
-    path.write_text("stages: {x: {task: train}}\n1: 2\nb: 3")
-    with pytest.raises(ConfigError, match="a pipeline has shared and stages, but not 1, b"):
-        read_stages(path)
-
-
-def test_what_is_no_file_is_not_waited_for(tmp_path: Path) -> None:
-    path = tmp_path / "recipe.yaml"
-    os.mkfifo(path)
-    with pytest.raises(ConfigError, match="it is a named pipe, not a file"):
-        read_mapping(path)

@@ -22,7 +22,7 @@ from pipelines.tasks.train import TrainTask
 from pipelines.tasks.tune_qa import TuneTask
 from pipelines.trainer import Trainer
 from tests.helpers import Folder
-from tests.pipelines.helpers import command, tune_recipe
+from tests.pipelines.helpers import TRAINER, command, tune_recipe
 from tests.pipelines.test_pipelines import train_recipe
 
 Weights = dict[str, torch.Tensor]
@@ -81,14 +81,17 @@ def data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def trained(model_folder: Folder, source: dict[str, Any], output: Path) -> Weights:
-    recipe = train_recipe(model_folder, data={**source, "validation_documents": 4}, group_by_title=2)
+    data = {**source, "validation_documents": 4}
+    recipe = train_recipe(model_folder, data=data, group_by_title=2, trainer={**TRAINER, "steps": 2})
     Trainer(TrainTask(recipe), recipe.trainer, output).run()
     return MACModel.from_pretrained(output / "last", device="cpu").mac_state()
 
 
 def tuned(model_folder: Folder, source: dict[str, Any], output: Path) -> Weights:
     data, context = {**source, "validation_documents": 4}, {"retriever": "bm25", "k": [2], "rate": 0.5}
-    recipe = tune_recipe(model_folder("llama"), data=data, context=context, sequence_length=512)
+    recipe = tune_recipe(
+        model_folder("llama"), data=data, context=context, sequence_length=512, trainer={**TRAINER, "steps": 2}
+    )
     Trainer(TuneTask(recipe), recipe.trainer, output).run()
     return dict(AutoModelForCausalLM.from_pretrained(output / "last").state_dict())
 

@@ -242,8 +242,7 @@ def starting(place: str) -> dict[str, Any]:
         ),
         ({"A B": TRAIN}, "stage A B: a name has lower-case letters"),
         ({}, "it has no stages"),
-        ("stages: {a: {task: train}}\nstage: {}", "a pipeline has shared and stages, but not stage"),
-        ("stages:\n  a: {task: train}\n  a: {task: tune_qa}", "the key 'a' comes twice"),
+        ("stages: {a: {task: train}}\n1: 2\nb: 3", "a pipeline has shared and stages, but not 1, b"),
     ],
 )
 def test_a_pipeline_that_cannot_run_says_why(tmp_path: Path, stages: Any, message: str) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -127,6 +127,23 @@ def test_long_documents_are_asked_about_in_passages(tmp_path: Path, llm: type[Ru
     assert {row["document_id"] for row in rows_of(tmp_path / "out" / "questions.jsonl")} == {"d0"}
 
 
+class Whole(NamedTuple):
+    """A study that was not stopped: of what, what it wrote, and how many requests it took."""
+
+    source: Path
+    files: dict[str, bytes]
+    requests: int
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Whole:
+    folder = tmp_path_factory.mktemp("whole")
+    source = write(folder, TestResuming.TEXTS)
+    RuleLLM.requests.clear()
+    study([source], LLM, folder / "out")
+    return Whole(source, files_of(folder / "out"), len(RuleLLM.requests))
+
+
 class TestResuming:
     TEXTS = [document.text for document in generate("train", 60).documents]
 
@@ -138,34 +155,31 @@ class TestResuming:
         return before
 
     @pytest.mark.parametrize("place", [0, 130, 400, 480])
-    def test_a_stopped_run_ends_like_one_that_was_not(self, tmp_path: Path, llm: type[RuleLLM], place: int) -> None:
-        source = write(tmp_path, self.TEXTS)
-        study([source], LLM, tmp_path / "whole")
-        total = len(llm.requests)
-        llm.requests.clear()
+    def test_a_stopped_run_ends_like_one_that_was_not(
+        self, whole: Whole, tmp_path: Path, llm: type[RuleLLM], place: int
+    ) -> None:
         llm.before = self._stop_at(place)
         with pytest.raises(WorkerError, match="OSError: the line is dead; the same command continues"):
-            study([source], LLM, tmp_path / "stopped")
-        assert not (tmp_path / "stopped" / "questions.jsonl").exists()
+            study([whole.source], LLM, tmp_path)
+        assert not (tmp_path / "questions.jsonl").exists()
         before = len(llm.requests)
         llm.before = lambda _: None
-        study([source], LLM, tmp_path / "stopped")
-        assert files_of(tmp_path / "stopped") == files_of(tmp_path / "whole")
-        assert "study.json" in files_of(tmp_path / "whole")
+        study([whole.source], LLM, tmp_path)
+        assert files_of(tmp_path) == whole.files
+        assert "study.json" in whole.files
         # Only what the group had cost in which it stopped was asked again.
-        assert total <= len(llm.requests) <= total + min(before, 2 * self_study._GROUP)
+        assert whole.requests <= len(llm.requests) <= whole.requests + min(before, 2 * self_study._GROUP)
 
     @pytest.mark.slow
-    def test_a_killed_run_ends_like_one_that_was_not(self, tmp_path: Path, llm: type[RuleLLM]) -> None:
-        source = write(tmp_path, self.TEXTS)
-        killed, spec = tmp_path / "killed", "tests.pipelines.rule_llm:KilledLLM"
-        assert run_in_process(study, [source], spec, killed) == -9
-        groups = sorted(path.name for path in (killed / "groups").iterdir())
+    @pytest.mark.usefixtures("llm")
+    def test_a_killed_run_ends_like_one_that_was_not(self, whole: Whole, tmp_path: Path) -> None:
+        spec = "tests.pipelines.rule_llm:KilledLLM"
+        assert run_in_process(study, [whole.source], spec, tmp_path) == -9
+        groups = sorted(path.name for path in (tmp_path / "groups").iterdir())
         assert groups[:1] == ["000000.json"]
         assert "000002.json" not in groups
-        study([source], spec, killed)  # it asks for fewer than 400 now
-        study([source], spec.replace("Killed", "Rule"), tmp_path / "whole")
-        files, expected = files_of(killed), files_of(tmp_path / "whole")
+        study([whole.source], spec, tmp_path)  # it asks for fewer than 400 now
+        files, expected = files_of(tmp_path), dict(whole.files)
         assert files.pop("config.yaml") != expected.pop("config.yaml")
         assert files == expected
 
@@ -192,18 +206,15 @@ class TestResuming:
             assert files_of(tmp_path / "stopped") == files_of(tmp_path / "whole")
             (tmp_path / "stopped" / "study.json").unlink()
 
-    def test_a_damaged_group_is_written_again(self, tmp_path: Path, llm: type[RuleLLM]) -> None:
-        source = write(tmp_path, self.TEXTS)
-        study([source], LLM, tmp_path / "whole")
-        llm.requests.clear()
+    def test_a_damaged_group_is_written_again(self, whole: Whole, tmp_path: Path, llm: type[RuleLLM]) -> None:
         llm.before = self._stop_at(450)
         with pytest.raises(WorkerError):
-            study([source], LLM, tmp_path / "stopped")
-        group = tmp_path / "stopped" / "groups" / "000000.json"
+            study([whole.source], LLM, tmp_path)
+        group = tmp_path / "groups" / "000000.json"
         group.write_bytes(group.read_bytes().replace(b"gap", b"gab", 1))
         llm.before = lambda _: None
-        study([source], LLM, tmp_path / "stopped")
-        assert files_of(tmp_path / "stopped") == files_of(tmp_path / "whole")
+        study([whole.source], LLM, tmp_path)
+        assert files_of(tmp_path) == whole.files
 
     def test_another_configuration_is_refused(self, tmp_path: Path, llm: type[RuleLLM]) -> None:
         source = write(tmp_path, self.TEXTS[:2])

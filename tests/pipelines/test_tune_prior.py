@@ -73,7 +73,7 @@ def test_the_loss_is_that_of_the_model_as_it_is_used(folder: Path) -> None:
 
 
 def test_a_run_changes_the_encoder_and_the_prior_alone(folder: Path, tmp_path: Path) -> None:
-    run_task("tune_prior", recipe(folder), tmp_path / "run")
+    run_task("tune_prior", recipe(folder, steps=2, validate_every=2), tmp_path / "run")
     before, after = MACModel.from_pretrained(folder, device="cpu"), MACModel.from_pretrained(tmp_path / "run" / "last")
     stored = before.mac_state()
     assert stored.keys() == after.mac_state().keys()
@@ -108,7 +108,7 @@ def test_what_compares_texts_learns_faster_than_the_encoder(folder: Path, tmp_pa
 def test_a_model_that_compares_no_words_is_tuned_too(tmp_path: Path) -> None:
     config = with_encoder(ENCODER)
     MACModel.from_config(config, device="cpu").save_pretrained(tmp_path / "mac")
-    run_task("tune_prior", recipe(tmp_path / "mac"), tmp_path / "run")
+    run_task("tune_prior", recipe(tmp_path / "mac", steps=1, validate_every=1), tmp_path / "run")
     assert read_config(tmp_path / "run" / "last").hashed_bm25 is None
 
 

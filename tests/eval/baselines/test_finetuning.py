@@ -24,7 +24,6 @@ from eval.baselines.finetuning import (
     passages,
     salient_spans,
     search_learning_rate,
-    weighted_loss,
 )
 from eval.harness.systems import System
 from mac_rag.data.newswire.generate import generate
@@ -34,7 +33,6 @@ from mac_rag.model import MACModel
 from pipelines.corpora.salient_spans import rule_spans
 
 STREAM = generate("test", 6, seed=2)
-ASKED = [question.question for question in STREAM.questions]
 RATE = 1e-3
 
 
@@ -199,10 +197,3 @@ def test_passages_hold_all_tokens_of_the_document_as_the_prompt_writes_it(tiny_m
     joined = [token for part in parts for token in part.ids.tolist()[len(prompts.start) :]]
     assert prompts.start + joined == prompts.prompt_start([TEXT])
     assert "".join(part.text[first:end] for part in parts for first, end in part.spans) == TEXT + "\n"
-
-
-def test_the_loss_is_a_weighted_mean_over_predicted_tokens() -> None:
-    torch.manual_seed(0)
-    logits, ids, weights = torch.randn(5, 7), torch.randint(7, (5,)), torch.rand(5)
-    expected = sum(-weights[i] * logits[i - 1].log_softmax(-1)[ids[i]] for i in range(1, 5)) / 4
-    torch.testing.assert_close(weighted_loss(logits, ids, weights), expected)

@@ -136,9 +136,9 @@ def test_a_long_article_is_cut_under_the_published_protocol_alone(tiny_model: MA
 
 def test_the_published_protocol_of_a_benchmark(evaluate: Evaluate, tiny_checkpoint: Path) -> None:
     """Answers are those of the diverse beams for the memory and for retrieved documents, and the result says so."""
-    options = ("--documents", 7, "--retriever", "bm25", "--k", 1, "--seed", 3, "--protocol", "published")
+    options = ("--documents", 4, "--retriever", "bm25", "--k", 1, "--seed", 3, "--protocol", "published")
     evaluated = evaluate("streamingqa", *options)
-    chosen = shuffled_choice(generate("test", 7, seed=3), 7, seed=3)
+    chosen = shuffled_choice(generate("test", 4, seed=3), 4, seed=3)
     assert [sample.question for sample in evaluated.samples] == [question.question for question in chosen.questions]
     model = MACModel.from_pretrained(str(tiny_checkpoint), device="cpu")
     memory = model.amortize([document.text for document in chosen.documents])
@@ -154,7 +154,7 @@ def test_the_published_protocol_of_a_benchmark(evaluate: Evaluate, tiny_checkpoi
     assert evaluated.result.protocol == "published"
     assert evaluated.result.notes == (departures("published", model)[0],)
     assert "question alone" in evaluated.result.notes[0]
-    strict = evaluate("streamingqa", *options[:-2])
+    strict = evaluate("streamingqa", "--documents", 1)
     assert (strict.result.protocol, strict.result.notes) == ("strict", ())
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from eval.harness.command import whole_numbers
-from eval.harness.scales import PAPER_SCALE, TINY_SCALE, Setup
+from eval.harness.scales import Setup
 from eval.harness.streams import named_data, open_stream
 from mac_rag.data.archivalqa import write_archivalqa
 from mac_rag.data.newswire.generate import generate
@@ -78,8 +78,3 @@ def test_options_override_the_setup() -> None:
     assert SETUP.override() == SETUP
     assert SETUP.override(model="folder", documents=9, questions=1) == Setup("folder", 9, 1)
     assert SETUP.options({"model": None, "seed": 4}) == {"model": "mac-tiny", "documents": 6, "questions": 3, "seed": 4}
-
-
-def test_every_experiment_has_both_scales() -> None:
-    assert TINY_SCALE.keys() == PAPER_SCALE.keys()
-    assert {setup.model for setup in TINY_SCALE.values()} == {"mac-tiny"}
