@@ -214,7 +214,9 @@ def limits(
     model = raw.compressed(texts, compression)
     assert model.codec is not None
     assert model.config.bytes_per_token is not None
-    plain = AutoModelForCausalLM.from_pretrained(raw.base_lm.model.name_or_path, dtype=torch.bfloat16).eval()
+    plain = AutoModelForCausalLM.from_pretrained(
+        raw.base_lm.model.name_or_path, dtype=torch.bfloat16, trust_remote_code=False
+    ).eval()
     layers = sum(parameter.numel() for parameter in plain.base_model.layers.parameters())
     head = plain.get_output_embeddings().weight.numel()
     of_codec = sum(part.numel() for part, _ in model.codec._of_rate(model.config.bytes_per_token, torch.bfloat16))
@@ -422,7 +424,9 @@ def peers(
 
     raw, texts = _around(lm, data, adapter)
     model = raw.compressed(texts, compression)
-    plain = AutoModelForCausalLM.from_pretrained(raw.base_lm.model.name_or_path, dtype=torch.bfloat16).eval()
+    plain = AutoModelForCausalLM.from_pretrained(
+        raw.base_lm.model.name_or_path, dtype=torch.bfloat16, trust_remote_code=False
+    ).eval()
     if adapter is not None:
         _adapt(plain, Path(adapter))
     stream = read_squad(data, "val")

@@ -10,6 +10,7 @@ import subprocess
 import sys
 from itertools import groupby
 from pathlib import Path
+from typing import Any
 
 from tests.bank.helpers import fast_folder
 from tests.torture.faults import Torture
@@ -22,9 +23,14 @@ class OneOfEach(Torture):
     def __init__(self, place: Path) -> None:
         super().__init__(place)
         draw = random.Random(0)
-        calls = groupby(self._trials, lambda trial: (trial[0], trial[2]))
-        self._trials = [draw.choice(list(same)) for _, same in calls]
+        calls = sorted(self._trials, key=_change_and_way)
+        self._trials = [draw.choice(list(same)) for _, same in groupby(calls, _change_and_way)]
         self.goal = len(self._trials)
+
+
+def _change_and_way(trial: tuple[Any, ...]) -> tuple[str, str]:
+    name, _, how, _ = trial
+    return name, how
 
 
 def test_a_change_that_fails_at_a_call() -> None:

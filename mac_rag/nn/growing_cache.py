@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 from transformers.cache_utils import DynamicLayer
 
@@ -14,7 +15,7 @@ class GrowingLayer(DynamicLayer):
     """Cache of one layer's keys and values, at the beginning of buffers with room for more.
 
     Transformers' own layer concatenates old and new into new tensors at every token, which takes a third of the time
-    for a batch of short answers after a prefix. Not for gradients: this layer writes in place.
+    for a batch of short answers after a prefix. This layer writes in place, unless gradients need what it held.
 
     Args:
         keys, values: `[B, kv_heads, L, head_width]`, the initial contents; or buffers that begin with them.
@@ -29,6 +30,10 @@ class GrowingLayer(DynamicLayer):
         self.values: Tensor = values[..., :length, :]
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        if any(part.requires_grad for part in (self.keys, self.values, key_states, value_states)):
+            self.keys = torch.cat([self.keys, key_states], -2)
+            self.values = torch.cat([self.values, value_states], -2)
+            return self.keys, self.values
         length = self.keys.shape[-2] + key_states.shape[-2]
         self._key_buffer = _with_room(self._key_buffer, self.keys, length)
         self._value_buffer = _with_room(self._value_buffer, self.values, length)
