@@ -29,7 +29,7 @@ REPORT = """<!doctype html><title>The observatory of Orsena</title>
 telescope was paid for by the sale of a vineyard.</p>
 <p>In 1932 a fire destroyed the library. The main dome was rebuilt by the engineer Tomas Berg, and the observatory
 opened to visitors again in May 1935.</p>"""
-QUESTION, ANSWER = "Who rebuilt the main dome?", "tomas berg"
+QUESTION, ANSWER = "Who rebuilt the main dome?", "Tomas Berg"
 
 
 def printed(browser: Browser, html: str) -> bytes:

@@ -44,6 +44,7 @@ NEWS = (document("press", PRESS, date="2006-05-01"), document("bridge", BRIDGE, 
 
 
 def make_bank(page: Page, name: str) -> None:
+    page.wait_for_load_state("networkidle")  # without any bank, the page opens their list itself
     if not page.get_by_label("New bank").is_visible():
         page.get_by_text("Banks", exact=True).click()
     page.get_by_label("New bank").fill(name)
