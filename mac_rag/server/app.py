@@ -27,7 +27,7 @@ import anyio
 import uvicorn
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse, PlainTextResponse, Response
+from fastapi.responses import JSONResponse, Response
 from mcp.server.transport_security import TransportSecuritySettings
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException
@@ -126,7 +126,9 @@ def make_app(service: Service, access: Access = _WITH_KEYS) -> ASGIApp:
         """200 if the server takes questions and documents, 503 if it is closing."""
         return JSONResponse({"status": "ready" if service.ready else "closing"}, 200 if service.ready else 503)
 
-    @app.get("/metrics", response_class=PlainTextResponse, response_model=None)
+    text = {"content": {"text/plain": {"schema": {"type": "string"}}}}  # errors are JSON, as everywhere
+
+    @app.get("/metrics", response_class=Response, responses={200: text}, response_model=None)
     def metrics(who: Admin) -> Response:
         """Metrics for Prometheus, for a key that sees all banks."""
         if "*" not in who.banks:

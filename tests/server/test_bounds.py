@@ -227,9 +227,11 @@ class TestErrors:
         described = running.client().get("/openapi.json").json()
         for path, operations in described["paths"].items():
             for method, operation in operations.items():
-                assert {"4XX", "5XX"} <= set(operation["responses"]), (method, path)
+                for kind in ("4XX", "5XX"):
+                    assert list(operation["responses"][kind]["content"]) == ["application/json"], (method, path)
                 assert "422" not in operation["responses"]
         assert "202" in described["paths"]["/v1/banks/{name}/documents"]["post"]["responses"]
+        assert list(described["paths"]["/metrics"]["get"]["responses"]["200"]["content"]) == ["text/plain"]
 
     def test_metrics_count_jobs_memory_and_disk(self, running: Running) -> None:
         text = running.client().get("/metrics").text
