@@ -20,6 +20,7 @@ from mac_rag.cli.terminal import say
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from mac_rag.data.types import Document, Question
     from mac_rag.model import OwnKVModel
 
 app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False)
@@ -181,6 +182,25 @@ def time_first_token(
     Console().print(table)
 
 
+def _plain(model: OwnKVModel) -> Any:
+    """The same LM as transformers loads it, without adapter."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    name = model.base_lm.model.name_or_path
+    return AutoModelForCausalLM.from_pretrained(name, dtype=torch.bfloat16, trust_remote_code=False).eval()
+
+
+def _paragraphs(data: str, count: int) -> tuple[Sequence[Document], Sequence[Question]]:
+    """Paragraphs from all over the validation split, and the questions about them."""
+    from mac_rag.data.squad import read_squad
+
+    stream = read_squad(data, "val")
+    chosen = stream.documents[:: len(stream.documents) // count][:count]
+    held = {document.id for document in chosen}
+    return chosen, [question for question in stream.questions if question.gold in held]
+
+
 @app.command()
 def limits(
     lm: LMOption,
@@ -201,10 +221,9 @@ def limits(
     from rich.console import Console
     from rich.table import Table
     from torch.nn import functional
-    from transformers import AutoModelForCausalLM, DynamicCache
+    from transformers import DynamicCache
 
     from benchmarks.measure import least
-    from mac_rag.data.squad import read_squad
     from mac_rag.engine import MACEngine
     from mac_rag.lm.batching import length_buckets, pad_rows
     from mac_rag.model import ReadRow, ReadRows
@@ -214,9 +233,7 @@ def limits(
     model = raw.compressed(texts, compression)
     assert model.codec is not None
     assert model.config.bytes_per_token is not None
-    plain = AutoModelForCausalLM.from_pretrained(
-        raw.base_lm.model.name_or_path, dtype=torch.bfloat16, trust_remote_code=False
-    ).eval()
+    plain = _plain(raw)
     layers = sum(parameter.numel() for parameter in plain.base_model.layers.parameters())
     head = plain.get_output_embeddings().weight.numel()
     of_codec = sum(part.numel() for part, _ in model.codec._of_rate(model.config.bytes_per_token, torch.bfloat16))
@@ -298,8 +315,7 @@ def limits(
     )
     console.print(table)
 
-    stream = read_squad(data, "val").documents
-    chosen = stream[:: len(stream) // documents][:documents]
+    chosen, _ = _paragraphs(data, documents)
     planned = [tokens for document in chosen for tokens in model.plan(document.text)]
     total = sum(map(len, planned))
 
@@ -354,19 +370,14 @@ def crowd(
     from rich.table import Table
 
     from benchmarks.measure import least
-    from mac_rag.data.squad import read_squad
     from mac_rag.engine import MACEngine
 
     raw, texts = _around(lm, data, adapter, "minilm")
     model = raw.compressed(texts, compression)
-    stream = read_squad(data, "val")
-    chosen = stream.documents[:: len(stream.documents) // documents][:documents]
-    held = {document.id for document in chosen}
+    chosen, about = _paragraphs(data, documents)
     engine = MACEngine(model)
     engine.adapt(chosen)
-    questions = list(
-        {question.gold: question.question for question in stream.questions if question.gold in held}.values()
-    )
+    questions = list({question.gold: question.question for question in about}.values())
     table = Table("questions", "one after another, s", "at a time, s", "ratio", "the same answers")
     for count in whole_numbers("--sizes", sizes):
         asked = questions[:: len(questions) // count][:count]
@@ -411,11 +422,9 @@ def peers(
     from rich.console import Console
     from rich.table import Table
     from safetensors.torch import load_file, save_file
-    from transformers import AutoModelForCausalLM
 
     from mac_rag.bank import MemoryBank
     from mac_rag.data.metrics import best_over, f1
-    from mac_rag.data.squad import read_squad
     from mac_rag.engine import MACEngine
     from mac_rag.model import ReadRow, ReadRows
     from mac_rag.model.own_kv import _adapt
@@ -424,16 +433,11 @@ def peers(
 
     raw, texts = _around(lm, data, adapter)
     model = raw.compressed(texts, compression)
-    plain = AutoModelForCausalLM.from_pretrained(
-        raw.base_lm.model.name_or_path, dtype=torch.bfloat16, trust_remote_code=False
-    ).eval()
+    plain = _plain(raw)
     if adapter is not None:
         _adapt(plain, Path(adapter))
-    stream = read_squad(data, "val")
-    chosen = stream.documents[:: len(stream.documents) // documents][:documents]
-    held = {document.id for document in chosen}
-    asked = [question for question in stream.questions if question.gold in held]
-    asked = asked[:: len(asked) // (questions + 1)][: questions + 1]
+    chosen, about = _paragraphs(data, documents)
+    asked = about[:: len(about) // (questions + 1)][: questions + 1]
     retriever = BM25Retriever()
     retriever.add(chosen)
     found = retriever.retrieve([question.question for question in asked], _PARAGRAPHS)
@@ -463,7 +467,7 @@ def peers(
         clock.put(None)
         said: list[int] = []
         with torch.no_grad():
-            for tokens in islice(model.base_lm._decode([ids], model._modulation(phi), None), _LONGEST):
+            for tokens, _ in islice(model.base_lm._decode([ids], model._modulation(phi), None), _LONGEST):
                 clock.put(None)
                 said.append(int(tokens[0]))
                 if said[-1] in model.base_lm.end_tokens:

@@ -84,8 +84,12 @@ def closing(what: str) -> APIError:
     return APIError(503, f"{what}; try again", code="closing", retry_after=5)
 
 
-def error_of(error: MACError) -> APIError:
-    """The response to an error of the library. It never holds a path of the server."""
+def error_of(error: BaseException) -> APIError:
+    """The response to an error. It never holds a path of the server."""
+    if isinstance(error, APIError):
+        return error
+    if not isinstance(error, MACError):
+        return unexpected(error)
     message = _PATH.sub("(a folder of the server)", str(error))
     if isinstance(error, FullDiskError):
         return APIError(507, "the server's disk is full, so nothing was changed; try again later", code="disk_full")

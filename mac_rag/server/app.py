@@ -176,16 +176,14 @@ def _add_errors(app: FastAPI) -> None:
     """Writes every error in the form that clients of OpenAI's API read."""
 
     def known(error: Any) -> APIError:
-        if isinstance(error, MACError):
-            response = error_of(error)
-            if response.status >= 500:
-                _log.error("a request failed: %s: %s", type(error).__name__, error)
-            return response
         if isinstance(error, HTTPException):
             return APIError(error.status_code, _HTTP.get(error.status_code, str(error.detail)))
         if isinstance(error, RequestValidationError):
             return _invalid(error.errors())
-        return error if isinstance(error, APIError) else unexpected(error)  # the gate logs it
+        response = error_of(error)
+        if isinstance(error, MACError) and response.status >= 500:  # the gate logs what is no MACError
+            _log.error("a request failed: %s: %s", type(error).__name__, error)
+        return response
 
     async def written(_: Request, error: Any) -> Response:
         if isinstance(error, ClientGoneError):

@@ -9,6 +9,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import accumulate
 from secrets import token_hex
 from typing import Any
 
@@ -20,7 +21,7 @@ from fastapi.responses import Response, StreamingResponse
 from mac_rag.errors import MACError
 from mac_rag.lm.chat import Message
 from mac_rag.lm.decoding import Sampling
-from mac_rag.server.api_errors import APIError, error_of, no_such_model, unexpected
+from mac_rag.server.api_errors import APIError, error_of, no_such_model
 from mac_rag.server.asking import Piece, Reply, ServedQuestion
 from mac_rag.server.catalog import ServedBank
 from mac_rag.server.keys import Principal
@@ -222,15 +223,14 @@ class _Completion(_Shape):
         if tokens is None:
             return None
         texts = [token["token"] for token in tokens]
-        if not offset:  # the text begins without the space of its first token
-            places = [len("".join(texts[:place]).lstrip()) for place in range(len(texts))]
-        else:
-            places = [offset + len("".join(texts[:place])) for place in range(len(texts))]
+        whole = "".join(texts)
+        dropped = 0 if offset else len(whole) - len(whole.lstrip())  # the text begins without the first token's space
+        starts = accumulate(map(len, texts), initial=offset - dropped)
         return {
             "tokens": texts,
             "token_logprobs": [token["logprob"] for token in tokens],
             "top_logprobs": [{one["token"]: one["logprob"] for one in token["top_logprobs"]} for token in tokens],
-            "text_offset": places,
+            "text_offset": [max(0, start) for _, start in zip(texts, starts)],
         }
 
 
@@ -333,13 +333,9 @@ def events_of(contents: AsyncIterator[dict[str, Any]], *, named: bool = False) -
             async for content in contents:
                 yield written(content)
         except Exception as error:
-            if isinstance(error, APIError):
-                fault = error
-            elif isinstance(error, MACError):
-                fault = error_of(error)
-            else:
+            if not isinstance(error, APIError | MACError):
                 _log.exception("a stream failed")
-                fault = unexpected(error)
+            fault = error_of(error)
             yield written({"type": "error", **fault.body, **(fault.body["error"] if named else {})})
         if not named:
             yield b"data: [DONE]\n\n"

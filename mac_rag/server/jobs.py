@@ -355,8 +355,7 @@ class Jobs:
             elif isinstance(error, CancelledError):
                 return False  # the server is closing
             else:
-                known = error_of(error) if isinstance(error, MACError) else error
-                job.error, job.state = known.message, "failed"
+                job.error, job.state = error_of(error).message, "failed"
                 _log.warning("job %s on bank %s failed: %s", job.id, job.bank, type(error).__name__)
         except Exception:
             _log.exception("job %s on bank %s failed", job.id, job.bank)

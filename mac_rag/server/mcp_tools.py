@@ -182,9 +182,7 @@ def _with_tool_errors(
     async def called(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> dict[str, Any]:
         try:
             return await tool(*args, **kwargs)
-        except APIError as error:
-            raise ToolError(error.message) from None
-        except MACError as error:
+        except (APIError, MACError) as error:
             raise ToolError(error_of(error).message) from None
 
     return called
