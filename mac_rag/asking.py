@@ -125,7 +125,11 @@ class _Prepared:
 
 
 def answer_calls(
-    calls: Sequence[Call], settings: Settings, reader: Reader, retriever: ConsistentRetrieval | None
+    calls: Sequence[Call],
+    settings: Settings,
+    reader: Reader,
+    retriever: ConsistentRetrieval | None,
+    between: Callable[[], object],
 ) -> list[list[Answer] | Exception]:
     """Answers the questions of all calls.
 
@@ -134,6 +138,7 @@ def answer_calls(
         settings: their common settings.
         reader: reads the bank with the model that answers.
         retriever: retrieves documents for questions without contexts; None for none.
+        between: as `MACModel.generate` takes it.
 
     Returns:
         For each call its answers, or the exception that its questions or its retrieval raised.
@@ -156,7 +161,7 @@ def answer_calls(
     with progress_bar("answer", len(ready), disable=not settings.progress) as bar:
         for first in range(0, len(ready), settings.batch_size):
             batch = ready[first : first + settings.batch_size]
-            for one, answer in zip(batch, _answered(batch, settings, reader), strict=True):
+            for one, answer in zip(batch, _answered(batch, settings, reader, between), strict=True):
                 answers[one.call, one.place] = answer
             bar.advance(len(batch))
     for number, place in sorted(answers):
@@ -254,7 +259,9 @@ def written(
     return replace(write([hit.text for hit in others]), read=tuple(read))
 
 
-def _answered(batch: Sequence[_Prepared], settings: Settings, reader: Reader) -> list[Answer]:
+def _answered(
+    batch: Sequence[_Prepared], settings: Settings, reader: Reader, between: Callable[[], object]
+) -> list[Answer]:
     """The answers to one batch of questions."""
     prompts = [one.prompt for one in batch]
     aggregated = None
@@ -266,6 +273,7 @@ def _answered(batch: Sequence[_Prepared], settings: Settings, reader: Reader) ->
         max_new_tokens=settings.max_new_tokens,
         memory_weight=settings.memory_weight,
         sampling=settings.sampling,
+        between=between,
     )
     discarded = [0.0] * len(batch) if aggregated is None else aggregated.discarded.tolist()
     unread = 0.0 if aggregated is None else aggregated.unread

@@ -19,15 +19,16 @@ _Result = TypeVar("_Result")
 
 # On whose behalf a thread waits, such as the name of a client's key. Owners share the time, not the turns.
 OWNER: ContextVar[str] = ContextVar("OWNER", default="")
-# Seconds in which the next request of the owner that had the last turn is awaited, before one that has used more time
-# gets a turn. So somebody who asks again after each answer gets half of the time beside somebody who always waits.
-_AWAITED = 0.05
 # As long as another owner had a turn within so many seconds, one owner's part of a batch is at most so large, because
 # whoever comes next waits for the whole batch.
 _SHARED, _LARGEST_PART = 30.0, 4
+# Seconds that a turn lasts at least before it gives way to an owner that has used less time.
+_UNDISTURBED = 0.01
 # Before a batch begins, its thread lets the others run until so many times in a row none of them has brought a request.
 # So a crowd that comes at once is not cut in two. A thread that is alone loses a fraction of a millisecond.
 _IDLE_YIELDS = 2
+# How often a batch waits for `patience` at most, however many requests come meanwhile.
+_PATIENT_ROUNDS = 5
 
 
 @dataclass(eq=False)
@@ -67,7 +68,8 @@ class BatchingQueue:
     same group. While it does, requests arrive, and they become the next batches. So a request that comes alone runs at
     once, and the more threads there are, the larger the batches.
 
-    A thread that has its turn may ask for another one, and gets it at once.
+    A thread that has its turn may ask for another one, and gets it at once. One whose turn is long calls `give_way`
+    between its steps, so that no owner waits for all of another's work.
 
     Attributes:
         patience: seconds without a new request after which a batch begins, if the batch before it had several. For
@@ -86,7 +88,7 @@ class BatchingQueue:
         self._used: dict[str, float] = {}  # seconds of each owner's turns; who was away does not save them up
         self._level = 0.0  # what the owner of the last turn had used before it
         self._paying: list[str] = []  # the owners of what runs in the present turn
-        self._began = self._ended = 0.0  # times of the last turn's begin and end
+        self._began = 0.0  # time of the last turn's begin
         self._last: dict[str, float] = {}  # time of each owner's last turn
         self._last_batch = 1  # requests
         self.patience = 0.0
@@ -159,52 +161,90 @@ class BatchingQueue:
         holder = self._holder
         return holder is not None and holder.thread == threading.get_ident()
 
+    @property
+    def is_owed(self) -> bool:
+        """True if an owner waits that has used less time than those for whom the present turn is."""
+        if not self._waiting:
+            return False
+        with self._changed:
+            lasted = time.monotonic() - self._began
+            if self._holder is None or lasted < _UNDISTURBED:
+                return False
+            least = min(self._used[owner] for owner in self._paying) + lasted / len(self._paying)
+            return any(
+                self._used[entry.owner] < least and entry.owner not in self._paying
+                for entry in list(self._waiting)
+                if not entry.is_cancelled
+            )
+
+    def give_way(self) -> bool:
+        """Lets those who are owed a turn have it now, and goes on with this thread's turn after them.
+
+        To be called between two steps of a turn, when nothing of the model depends on the thread that uses it.
+
+        Returns:
+            True if others have had a turn.
+        """
+        if not self.is_mine or not self.is_owed:
+            return False
+        with self._changed:
+            holder, paying = self._holder, self._paying
+            self._end_turn()
+            again = _Entry(owner=min(paying, key=self._used.__getitem__))
+            self._waiting.appendleft(again)
+            self._changed.notify_all()
+            try:
+                self._wait_for_turn(again)
+            except BaseException:
+                self._waiting.remove(again)
+                raise
+            self._holder, self._paying = holder, paying
+        return True
+
     def _wait(self, entry: _Entry) -> bool:
         """Waits until it is the entry's turn (True), or another thread has run its request (False)."""
         with self._changed:
             self._used[entry.owner] = max(self._used.get(entry.owner, 0.0), self._level)
             self._waiting.append(entry)
-            while not entry.done:
-                if entry.is_cancelled and entry in self._waiting:
-                    raise CancelledError("nobody waits for this request any more, so it was not run")
-                seconds = self._seconds_before(entry)
-                if seconds == 0:
-                    self._waiting.remove(entry)
-                    self._holder, self._paying = entry, [entry.owner]
-                    self._level, self._began = self._used[entry.owner], time.monotonic()
-                    return True
-                self._changed.wait(seconds)
+            return self._wait_for_turn(entry)
+
+    def _wait_for_turn(self, entry: _Entry) -> bool:
+        while not entry.done:
+            if entry.is_cancelled and entry in self._waiting:
+                raise CancelledError("nobody waits for this request any more, so it was not run")
+            if self._holder is None and min(self._waiting, key=self._used_by) is entry:  # the first one of equals
+                self._waiting.remove(entry)
+                self._holder, self._paying = entry, [entry.owner]
+                self._level, self._began = self._used[entry.owner], time.monotonic()
+                return True
+            self._changed.wait()
         return False
 
-    def _seconds_before(self, entry: _Entry) -> float | None:
-        """Seconds before it may be the entry's turn; None if that depends on others."""
-        if self._holder is not None:
-            return None
-        if min(self._waiting, key=lambda other: self._used[other.owner]) is not entry:  # the first one of equals
-            return None
-        if all(self._used[owner] >= self._used[entry.owner] for owner in self._paying):
-            return 0
-        return max(0.0, self._ended + _AWAITED - time.monotonic())
+    def _used_by(self, entry: _Entry) -> float:
+        return self._used[entry.owner]
 
     def _leave(self, entry: _Entry) -> None:
         """Ends the entry's turn, or its wait if an exception has interrupted it."""
         with self._changed:
             entry.abandoned = True
             if self._holder is entry:
-                self._holder, self._ended = None, time.monotonic()
-                for owner in self._paying:
-                    self._used[owner] += (self._ended - self._began) / len(self._paying)
-                    self._last[owner] = self._ended
+                self._end_turn()
             elif entry in self._waiting:
                 self._waiting.remove(entry)
             self._changed.notify_all()
+
+    def _end_turn(self) -> None:
+        self._holder, now = None, time.monotonic()
+        for owner in self._paying:
+            self._used[owner] += (now - self._began) / len(self._paying)
+            self._last[owner] = now
 
     def _run_batch(
         self, first: _Entry, run: Callable[[Sequence[_Request]], Sequence[_Result | Exception]], limit: int
     ) -> None:
         batch: list[_Entry] = []
         try:
-            self._let_arrive(limit - first.size)
+            self._let_arrive(first, limit - first.size)
             with self._changed:
                 batch.append(first)
                 self._move_equal(batch, limit)
@@ -223,16 +263,18 @@ class BatchingQueue:
                 rest = [entry for entry in batch[1:] if not entry.done and not entry.abandoned]
                 self._waiting.extendleft(reversed(rest))
 
-    def _let_arrive(self, room: int) -> None:
-        """Lets other threads run as long as they bring requests for which there is room."""
+    def _let_arrive(self, first: _Entry, room: int) -> None:
+        """Lets other threads run as long as they bring requests that fit in one batch with the first."""
         seen, idle = -1, 0
         while idle < _IDLE_YIELDS and len(self._waiting) < room:
             idle = idle + 1 if len(self._waiting) == seen else 0
             seen = len(self._waiting)
             time.sleep(0)
-        seen = -1
-        while self.patience and self._last_batch > 1 and seen < len(self._waiting) < room:
-            seen = len(self._waiting)
+        seen, rounds = -1, _PATIENT_ROUNDS if self.patience and self._last_batch > 1 else 0
+        while rounds and seen < len(self._waiting) < room:
+            if any(entry.group != first.group for entry in list(self._waiting)):
+                return  # it would wait in vain
+            seen, rounds = len(self._waiting), rounds - 1
             time.sleep(self.patience)
 
     def _move_equal(self, batch: list[_Entry], limit: int) -> None:

@@ -393,7 +393,14 @@ class MACEngine:
             self.on_batch(sum(len(call.questions) for call in calls))
         with self._question() as retriever:
             settings = replace(settings, allowed=self._known(settings.allowed, settings.as_of))
-            return answer_calls(calls, settings, self._reader, retriever)
+            return answer_calls(calls, settings, self._reader, retriever, self._give_way)
+
+    def _give_way(self) -> None:
+        """Lets others who are owed a turn of the model have it, and returns to the snapshot of the present question."""
+        seen = self._seen
+        if self._queue.give_way() and self._seen is not seen:
+            self._seen = seen
+            self._reader.follow(seen)
 
     def stream(
         self,
@@ -469,11 +476,13 @@ class MACEngine:
     def _some_of(self, pieces: Iterator[Decoded]) -> list[Decoded | None]:
         """The next piece of a stream; while others wait, also the pieces of the next `_STREAM_TURN` seconds.
 
+        An owner that has used less time than this thread's gets its turn at once.
+
         None marks the end of the stream.
         """
         some = [next(pieces, None)]
         end = time.perf_counter() + _STREAM_TURN
-        while some[-1] is not None and self._queue.is_crowded and time.perf_counter() < end:
+        while some[-1] is not None and self._queue.is_crowded and not self._queue.is_owed and time.perf_counter() < end:
             some.append(next(pieces, None))
         return some
 

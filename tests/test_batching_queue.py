@@ -195,28 +195,89 @@ def test_whoever_has_a_turn_gets_another_at_once(worker: Worker) -> None:
 
 
 def test_owners_share_the_time_and_not_the_turns() -> None:
-    """Three threads of one owner that always wait, with long turns; and somebody who asks again after each answer."""
+    """Turns of one owner are ten times as long as those of another; both have three threads that always wait."""
     queue, turns, end = BatchingQueue(), list[str](), threading.Event()
 
     def take(owner: str, seconds: float) -> None:
         OWNER.set(owner)
-        with queue.turn():
-            turns.append(owner)
-            time.sleep(seconds)
-
-    def greedy() -> None:
         while not end.is_set():
-            take("greedy", 0.03)
+            with queue.turn():
+                turns.append(owner)
+                time.sleep(seconds)
 
-    with ThreadPoolExecutor(4) as pool:
+    with ThreadPoolExecutor(6) as pool:
         for _ in range(3):
-            pool.submit(greedy)
-        wait_until(lambda: len(queue._waiting) == 2)
-        for _ in range(30):
-            pool.submit(take, "modest", 0.003).result()
+            pool.submit(take, "greedy", 0.03)
+            pool.submit(take, "modest", 0.003)
+        wait_until(lambda: len(turns) > 100)
         end.set()
-    between = turns[turns.index("modest") : len(turns) - turns[::-1].index("modest")]
-    assert 1 <= between.count("greedy") <= 12  # some 90 ms each; by turns, there were 30
+    assert 4 * turns.count("greedy") < turns.count("modest")
+
+
+def test_a_long_turn_gives_way_to_an_owner_that_has_used_less() -> None:
+    queue, steps, end = BatchingQueue(), list[str](), threading.Event()
+
+    def long() -> None:
+        OWNER.set("greedy")
+        with queue.turn():
+            while not end.is_set():
+                steps.append("greedy")
+                time.sleep(0.003)
+                queue.give_way()
+                assert queue.is_mine
+
+    def short() -> None:
+        OWNER.set("modest")
+        with queue.turn():
+            steps.append("modest")
+            assert not queue.give_way()  # the greedy one has used more
+
+    with ThreadPoolExecutor(2) as pool:
+        greedy = pool.submit(long)
+        for number in range(1, 6):
+            wait_until(lambda: bool(steps) and steps[-1] == "greedy")
+            pool.submit(short).result(20)
+            assert steps.count("modest") == number
+        end.set()
+        greedy.result(20)
+    assert queue._holder is None
+    assert not queue._waiting
+
+
+def test_a_turn_gives_way_to_nobody_of_its_own_owner(worker: Worker) -> None:
+    def run(requests: Sequence[Any]) -> Sequence[Any]:
+        worker.run(requests)
+        time.sleep(0.05)
+        return [worker.queue.give_way() for _ in requests]
+
+    first = worker.start_first(run=run)
+    other = worker.start_and_wait("other", group="b", run=run)
+    worker.go.set()
+    assert (first.result(), other.result()) == (False, False)
+    assert worker.batches == [["first"], ["other"]]
+
+
+def test_a_thread_that_is_interrupted_while_it_gives_way_leaves_the_queue() -> None:
+    queue, begun, end = BatchingQueue(), threading.Event(), threading.Event()
+
+    def other() -> None:
+        OWNER.set("other")
+        with queue.turn():
+            begun.set()
+            assert end.wait(20)
+
+    with ThreadPoolExecutor(1) as pool:
+        with queue.turn():
+            waiting = pool.submit(other)
+            wait_until(lambda: queue.is_owed)
+            thread = interrupt_main_thread(begun.is_set)
+            with pytest.raises(KeyboardInterrupt):
+                queue.give_way()
+        thread.join()
+        end.set()
+        waiting.result(20)
+    assert queue._holder is None
+    assert not queue._waiting
 
 
 def test_who_was_away_has_saved_nothing_up() -> None:
@@ -365,3 +426,22 @@ class TestCancelled:
         gone.set()
         worker.go.set()
         assert running.result(20) == "done running"
+
+
+def test_nobody_is_patient_while_somebody_waits_who_cannot_join(
+    worker: Worker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waits: list[float] = []
+    monkeypatch.setattr("mac_rag.batching_queue.time", SimpleNamespace(sleep=waits.append, monotonic=time.monotonic))
+
+    def run(requests: Sequence[Any]) -> Sequence[Any]:
+        worker.run(requests)
+        return [waits.count(60.0)] * len(requests)
+
+    worker.queue.patience = 60.0
+    worker.start_first()
+    crowd = [worker.start_and_wait(number, run=run) for number in range(2)]
+    other = worker.start_and_wait("other", group="b", run=run)
+    worker.queue._last_batch = 2
+    worker.go.set()
+    assert [one.result(20) for one in (*crowd, other)] == [0, 0, 1]

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +15,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mac_rag.bank import MemoryBank
+from mac_rag.batching_queue import OWNER
 from mac_rag.config import AttentionConfig
 from mac_rag.data.newswire.generate import generate
-from mac_rag.data.types import Document
+from mac_rag.data.types import Answer, Document
 from mac_rag.engine import MACEngine
 from mac_rag.errors import BankError, ConfigError, DocumentError, FingerprintError
+from mac_rag.lm.decoding import Sampling
 from mac_rag.model import MACModel
 from mac_rag.retrieval.bm25 import BM25Retriever
 from tests.helpers import mac_config
@@ -205,6 +209,41 @@ def test_engines_of_one_model_take_turns(engine: MACEngine, monkeypatch: pytest.
         thread.join()
     assert most == [1]
     assert answers == [[text] * 5 for text in expected]
+
+
+def test_a_long_answer_gives_way_and_keeps_its_snapshot(
+    tiny_model: MACModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another owner's question is answered between two tokens of a long answer, after the bank has changed."""
+    endless = Sampling(bias=tuple((token, -1e9) for token in tiny_model.base_lm.end_tokens))
+    long: dict[str, Any] = {"max_new_tokens": 60, "sampling": endless, "sources": 3}
+    with MemoryBank.create(tmp_path / "bank", tiny_model.fingerprint) as bank:
+        engine = MACEngine(tiny_model, bank, BM25Retriever(), k=2)
+        engine.adapt(STREAM.documents[:6])
+        expected = engine.answer(QUESTIONS[:2], **long)
+        finished, passes = list[str](), threading.Semaphore(0)
+        forward = engine.model.base_lm._read
+
+        def slow(*arguments: Any) -> Any:
+            passes.release()
+            time.sleep(0.02)
+            return forward(*arguments)
+
+        def ask(owner: str, questions: list[str], **options: Any) -> list[Answer]:
+            OWNER.set(owner)
+            answers = engine.answer(questions, **options)
+            finished.append(owner)
+            return answers
+
+        monkeypatch.setattr(engine.model.base_lm, "_read", slow)
+        with ThreadPoolExecutor(2) as pool:
+            waiting = pool.submit(ask, "long", QUESTIONS[:2], **long)
+            assert passes.acquire(timeout=60)
+            engine.forget(STREAM.documents[0].id)
+            short = pool.submit(ask, "short", QUESTIONS[2:3], max_new_tokens=2).result(60)
+            assert waiting.result(60) == expected
+        assert finished == ["short", "long"]
+        assert short == engine.answer(QUESTIONS[2:3], max_new_tokens=2)
 
 
 def test_batches_and_recent_questions_are_counted(engine: MACEngine) -> None:

@@ -643,6 +643,7 @@ class Snapshot(Contents):
         super().__init__(state)
         self.path, self.version, self.history = bank.path, version, bank.history
         self._pin: Pin | Connection | None = pin
+        self._holders = 1
 
     @property
     def connection(self) -> Connection:
@@ -651,15 +652,18 @@ class Snapshot(Contents):
         return self._pin.connection if isinstance(self._pin, Pin) else self._pin
 
     def renewed(self, former: BankContents) -> BankContents:
-        """The former snapshot, if it has the same contents; it holds the commit now, as this one does."""
+        """The former snapshot, if it has the same contents; it holds the commit now, until it is released once more."""
         if isinstance(former, Snapshot) and former._state is self._state and former.version == self.version:
             former._pin = self._pin
+            former._holders += 1
             return former
         return self
 
     def release(self) -> None:
-        """Lets the commit go. Numbers of rows and documents can still be read, and nothing else."""
-        self._pin = None
+        """Lets the commit go, if nobody else holds it. Then only numbers of rows and documents can be read."""
+        self._holders = max(0, self._holders - 1)
+        if not self._holders:
+            self._pin = None
 
 
 class MemoryBank(Contents):

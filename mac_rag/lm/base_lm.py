@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from functools import cached_property
 from itertools import islice
 from pathlib import Path
@@ -251,6 +251,7 @@ class BaseLM(nn.Module):
         weights: Sequence[float] | None = None,
         sampling: Sampling = GREEDY,
         sources: Sequence[Sequence[SpanSource]] | None = None,
+        between: Callable[[], object] | None = None,
     ) -> list[Decoded]:
         """Answers a batch of prompts, greedily or by sampling.
 
@@ -262,6 +263,7 @@ class BaseLM(nn.Module):
                 the modulation only.
             sampling: how tokens are chosen, and which strings end an answer early.
             sources: for each row the texts that its answer may copy (see `ExtractiveDecoding`); None for free answers.
+            between: called before each pass of the LM, which it may use for something else meanwhile.
         """
         steps = self._decode(prompts, modulation, weights, sampling, sources)
         rows = len(prompts)  # an ensemble's steps have twice as many, in two equal halves
@@ -272,6 +274,8 @@ class BaseLM(nn.Module):
         lengths = torch.zeros_like(live)
         recorded: list[dict[int, Token]] = []  # of each step, by the rows
         while len(generated) < max_new_tokens and not ended.all():
+            if between is not None:
+                between()
             tokens = torch.full((rows,), self.tokenizer.pad_token_id, device=self.device)
             chosen, logits = (part[: len(live)] for part in steps.send(kept))
             tokens[live] = chosen

@@ -425,6 +425,7 @@ class MACModel(nn.Module, ABC):
         max_new_tokens: int | None = None,
         memory_weight: float | None = None,
         sampling: Sampling = GREEDY,
+        between: Callable[[], object] | None = None,
     ) -> list[Decoded]:
         """Answers questions: `LM(d + x; phi*)`.
 
@@ -435,6 +436,7 @@ class MACModel(nn.Module, ABC):
             max_new_tokens: largest number of tokens of an answer; None for the configured one.
             memory_weight: lambda after documents (see `mac_rag.lm.decoding`); None for the configured weight.
             sampling: how tokens are chosen, and which strings end an answer early.
+            between: called before each pass of the LM, which it may use for something else meanwhile.
 
         Raises:
             ConfigError: for a memory_weight that is not above 0 and at most 1.
@@ -450,6 +452,7 @@ class MACModel(nn.Module, ABC):
                 weights=None if weights is None else [weights[i] for i in rows],
                 sampling=sampling,
                 sources=self.span_sources([fitted[i] for i in rows]),
+                between=between,
             )
             for i, text in zip(rows, texts, strict=True):
                 answers[i] = text

@@ -232,6 +232,7 @@ PUBLIC = frozenset({"/health", "/ready", *_PAGE})
 _HEADER_BYTES = 32 << 10
 _AGENT_BYTES = 1 << 20  # the SDK parses a message of MCP in the event loop
 _LATER = {"Retry-After": "1"}
+_REFUSED_AFTER = 0.5  # seconds before one request too many is refused
 _KEYS_BODIES = 4  # keys whose bodies may be as large as those of one key may be at most
 _LOOPBACK = frozenset({"localhost", "127.0.0.1", "[::1]"})
 # What proxies add to a request. A header that begins with x-forwarded counts, too.
@@ -288,6 +289,8 @@ class Gate:
             with self._bounded(scope, receive, OWNER.get()) as bounded:
                 await self._app(scope, bounded, sent)
         except APIError as error:
+            if error.code == "rate_limit_exceeded":  # a client that does not wait by itself would take all of the loop
+                await asyncio.sleep(_REFUSED_AFTER)
             await _refuse(error, scope, receive, sent)
         except Exception as error:
             _log.exception("a request failed")
