@@ -534,7 +534,8 @@ class MACModel(nn.Module, ABC):
         for tokens in sorted(set(memory)):
             rows = [row for row, own in enumerate(memory) if own == tokens]
             if self.base_lm.device.type == "cpu":
-                buckets = length_buckets([tokens + len(prompts[row].ids) for row in rows], self.cpu_batch_tokens)
+                lengths = [len(self.ids_read(prompts[row], with_memory=phi is not None)) for row in rows]
+                buckets = length_buckets([tokens + length for length in lengths], self.cpu_batch_tokens)
                 batches += [[rows[place] for place in bucket] for bucket in buckets]
             else:
                 batches.append(rows)
