@@ -364,21 +364,56 @@ def crowd(
     sizes: Annotated[str, typer.Option(help="Questions at a time, separated by commas.")] = "4,16",
     rounds: Annotated[int, typer.Option(min=1)] = 3,
 ) -> None:
-    """Questions with different rows at a time against one after another, with rows that are kept decoded."""
+    """Questions with different rows at a time against one after another, with rows that are kept decoded.
+
+    A stream of 64 tokens is timed alone and beside batches of such questions: the time between two of its tokens.
+    """
+    import threading
+    import time
+    from itertools import pairwise
+    from statistics import median
+
     import torch
     from rich.console import Console
     from rich.table import Table
 
     from benchmarks.measure import least
     from mac_rag.engine import MACEngine
+    from mac_rag.lm.decoding import Sampling
 
     raw, texts = _around(lm, data, adapter, "minilm")
     model = raw.compressed(texts, compression)
     chosen, about = _paragraphs(data, documents)
     engine = MACEngine(model)
     engine.adapt(chosen)
+    endless = Sampling(bias=tuple((token, -1e9) for token in model.base_lm.end_tokens))
+
+    def gaps(question: str) -> list[float]:
+        pieces = engine.stream(question, max_new_tokens=64, sampling=endless)
+        times = [time.perf_counter() for _ in pieces]
+        return [later - sooner for sooner, later in pairwise(times)]
+
+    def gaps_beside(asked: Sequence[str]) -> list[float]:
+        ended = threading.Event()
+
+        def ask() -> None:
+            while not ended.is_set():
+                engine.answer(asked)
+
+        beside = threading.Thread(target=ask)
+        beside.start()
+        try:
+            return gaps(asked[0])
+        finally:
+            ended.set()
+            beside.join()
+
     questions = list({question.gold: question.question for question in about}.values())
-    table = Table("questions", "one after another, s", "at a time, s", "ratio", "the same answers")
+    smooth = median(gaps(questions[0]))
+    table = Table(
+        "questions", "one after another, s", "at a time, s", "ratio", "the same answers",
+        "stream beside, s a token", "of alone",
+    )  # fmt: skip
     for count in whole_numbers("--sizes", sizes):
         asked = questions[:: len(questions) // count][:count]
 
@@ -390,9 +425,10 @@ def crowd(
 
         same = sum(a == b for a, b in zip(alone(), together(), strict=True))
         seconds = least({"alone": alone, "together": together}, rounds)
+        gap = median(gaps_beside(asked))
         table.add_row(
             str(count), f"{seconds['alone']:.2f}", f"{seconds['together']:.2f}",
-            f"{seconds['alone'] / seconds['together']:.2f}", f"{same} of {count}",
+            f"{seconds['alone'] / seconds['together']:.2f}", f"{same} of {count}", f"{gap:.3f}", f"{gap / smooth:.1f}",
         )  # fmt: skip
     say(f"{lm}, {torch.get_num_threads()} threads, {len(chosen)} paragraphs")
     Console().print(table)

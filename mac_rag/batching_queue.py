@@ -41,6 +41,7 @@ class _Entry:
         done: True once there is an outcome.
         abandoned: True once its thread has stopped waiting.
         cancelled: True once nobody waits for the outcome any more; None if somebody always does.
+        soon: True for one of many short turns, such as each token of a stream.
         owner: `OWNER` of the thread.
     """
 
@@ -51,6 +52,7 @@ class _Entry:
     done: bool = False
     abandoned: bool = False
     cancelled: Callable[[], bool] | None = None
+    soon: bool = False
     thread: int = field(default_factory=threading.get_ident)
     owner: str = field(default_factory=OWNER.get)
 
@@ -94,23 +96,18 @@ class BatchingQueue:
         self.patience = 0.0
 
     @property
-    def is_crowded(self) -> bool:
-        """True if somebody waits for a turn."""
-        return bool(self._waiting)
-
-    @property
     def is_shared(self) -> bool:
         """True if somebody else than this thread's owner has had a turn lately."""
         since = time.monotonic() - _SHARED
         return any(last > since for owner, last in list(self._last.items()) if owner not in ("", OWNER.get()))
 
     @contextmanager
-    def turn(self) -> Iterator[None]:
-        """A turn that is shared with nobody."""
+    def turn(self, soon: bool = False) -> Iterator[None]:
+        """A turn that is shared with nobody; with `soon`, a short one, for which long ones of its owner give way."""
         if self.is_mine:
             yield
             return
-        entry = _Entry()
+        entry = _Entry(soon=soon)
         try:
             self._wait(entry)
             yield
@@ -163,17 +160,17 @@ class BatchingQueue:
 
     @property
     def is_owed(self) -> bool:
-        """True if an owner waits that has used less time than those for whom the present turn is."""
+        """True if this turn should give way: to an owner that has used less time, or to a short turn of its own."""
         if not self._waiting:
             return False
         with self._changed:
             lasted = time.monotonic() - self._began
-            if self._holder is None or lasted < _UNDISTURBED:
+            if self._holder is None:
                 return False
             least = min(self._used[owner] for owner in self._paying) + lasted / len(self._paying)
             return any(
-                self._used[entry.owner] < least and entry.owner not in self._paying
-                for entry in list(self._waiting)
+                entry.soon if entry.owner in self._paying else lasted > _UNDISTURBED and self._used_by(entry) < least
+                for entry in self._waiting
                 if not entry.is_cancelled
             )
 
@@ -191,7 +188,11 @@ class BatchingQueue:
             holder, paying = self._holder, self._paying
             self._end_turn()
             again = _Entry(owner=min(paying, key=self._used.__getitem__))
-            self._waiting.appendleft(again)
+            # Nothing else of its owner begins before, so that few batches are in memory at a time.
+            soon = [entry for entry in self._waiting if entry.soon and entry.owner in paying]
+            for entry in soon:
+                self._waiting.remove(entry)
+            self._waiting.extendleft(reversed([*soon, again]))
             self._changed.notify_all()
             try:
                 self._wait_for_turn(again)

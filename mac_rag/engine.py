@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
@@ -62,9 +61,6 @@ _ATTENTION_BATCH = 32
 _queues: WeakKeyDictionary[MACModel, BatchingQueue] = WeakKeyDictionary()
 _queues_lock = threading.Lock()
 _log = logging.getLogger(__name__)
-
-# Seconds that a stream keeps its turn while others wait. With one turn per token, each would wait for a whole batch.
-_STREAM_TURN = 0.25
 
 
 class MACEngine:
@@ -425,7 +421,7 @@ class MACEngine:
             BankError, DataError, DocumentError, FingerprintError: as `answer`; at the call, not at the first piece.
         """
         moment = moment_of_question(as_of)
-        with self._queue.turn(), self._question() as found:
+        with self._queue.turn(soon=True), self._question() as found:
             allowed = self._known(allowed, moment)
             retriever = found if use_retriever else None
             [hits] = contexts_of(
@@ -459,32 +455,16 @@ class MACEngine:
                     yield Decoded(text, (token for piece in said for token in piece.tokens), any(p.ended for p in said))
 
                 pieces = whole()
-            first = self._some_of(pieces)
+            first = next(pieces, None)
 
         def locked() -> Iterator[Decoded]:
-            some = first
-            while True:
-                for piece in some:
-                    if piece is None:
-                        return
-                    yield piece
-                with self._queue.turn():
-                    some = self._some_of(pieces)
+            piece = first
+            while piece is not None:
+                yield piece
+                with self._queue.turn(soon=True):
+                    piece = next(pieces, None)
 
         return locked()
-
-    def _some_of(self, pieces: Iterator[Decoded]) -> list[Decoded | None]:
-        """The next piece of a stream; while others wait, also the pieces of the next `_STREAM_TURN` seconds.
-
-        An owner that has used less time than this thread's gets its turn at once.
-
-        None marks the end of the stream.
-        """
-        some = [next(pieces, None)]
-        end = time.perf_counter() + _STREAM_TURN
-        while some[-1] is not None and self._queue.is_crowded and not self._queue.is_owed and time.perf_counter() < end:
-            some.append(next(pieces, None))
-        return some
 
     def wait_for_crowds(self, seconds: float) -> None:
         """Lets a batch wait for further questions as long as each comes within so many seconds of the one before.

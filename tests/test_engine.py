@@ -24,7 +24,7 @@ from mac_rag.errors import BankError, ConfigError, DocumentError, FingerprintErr
 from mac_rag.lm.decoding import Sampling
 from mac_rag.model import MACModel
 from mac_rag.retrieval.bm25 import BM25Retriever
-from tests.helpers import mac_config
+from tests.helpers import mac_config, wait_until
 
 STREAM = generate("val", 12)
 QUESTIONS = [question.question for question in STREAM.questions[:6]]
@@ -244,6 +244,28 @@ def test_a_long_answer_gives_way_and_keeps_its_snapshot(
             assert waiting.result(60) == expected
         assert finished == ["short", "long"]
         assert short == engine.answer(QUESTIONS[2:3], max_new_tokens=2)
+
+
+def test_a_stream_goes_on_between_the_tokens_of_a_batch(engine: MACEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine.adapt(STREAM.documents[:6])
+    endless = Sampling(bias=tuple((token, -1e9) for token in engine.model.base_lm.end_tokens))
+    long: dict[str, Any] = {"max_new_tokens": 40, "sampling": endless}
+    expected = [answer.text for answer in engine.answer(QUESTIONS[:3], **long)]
+    forward, rows = engine.model.base_lm._read, list[int]()
+
+    def noted(ids: torch.Tensor, *rest: Any) -> Any:
+        rows.append(len(ids))
+        time.sleep(0.002)
+        return forward(ids, *rest)
+
+    with ThreadPoolExecutor(1) as pool:
+        monkeypatch.setattr(engine.model.base_lm, "_read", noted)
+        waiting = pool.submit(engine.answer, QUESTIONS[:2], **long)
+        wait_until(lambda: bool(rows))
+        assert "".join(engine.stream(QUESTIONS[2], **long)) == expected[2]
+        assert rows.count(2) < 40, "the stream waited for the batch"
+        assert [answer.text for answer in waiting.result(60)] == expected[:2]
+    assert len(rows) == 80
 
 
 def test_batches_and_recent_questions_are_counted(engine: MACEngine) -> None:
