@@ -447,6 +447,7 @@ def peers(
 
     The paragraphs are BM25's and the same for all. Keys and values as they are lie in a file for each paragraph, codes
     in a bank; all files are in the system's cache. The first token's time includes loading and decoding, but no search.
+    LlamaIndex's LLM needs the package llama-index-llms-huggingface; its tokens come in whole words.
     """
     import time
     from itertools import islice
@@ -455,6 +456,7 @@ def peers(
     from tempfile import TemporaryDirectory
 
     import torch
+    from llama_index.llms.huggingface import HuggingFaceLLM
     from rich.console import Console
     from rich.table import Table
     from safetensors.torch import load_file, save_file
@@ -496,6 +498,15 @@ def peers(
         said = plain.generate(ids, max_new_tokens=_LONGEST, do_sample=False, eos_token_id=ends, streamer=clock)
         return model.base_lm._decoded(said[:, ids.shape[1] :])[0].strip()
 
+    def by_llama_index(question: str, hits: Sequence[Hit], clock: Clock) -> str:
+        prompt = model.base_lm.tokenizer.decode(model.fit_to_window(question, [hit.text for hit in hits]).ids)
+        clock.put(None)
+        said = ""
+        for piece in peer.stream_complete(prompt, formatted=True):
+            clock.put(None)
+            said = piece.text
+        return str(said).strip()
+
     def by_rows(question: str, rows: Sequence[torch.Tensor], hits: Sequence[Hit], clock: Clock) -> str:
         bias = [model.config.bias_scale * (hit.score - hits[0].score) for hit in hits]
         phi = ReadRows([[ReadRow(row, added) for row, added in zip(rows, bias, strict=True)]])
@@ -510,6 +521,11 @@ def peers(
                     break
         return model.base_lm._decoded(torch.tensor([said]))[0].strip()
 
+    peer = HuggingFaceLLM(
+        context_window=model.context_window, max_new_tokens=_LONGEST, tokenizer=model.base_lm.tokenizer, model=plain,
+        stopping_ids=model.base_lm.end_tokens, generate_kwargs={"do_sample": False}, device_map="cpu",
+        tokenizer_kwargs={"add_special_tokens": False},
+    )  # fmt: skip
     with TemporaryDirectory() as folder:
         place = Path(folder)
         for number, document in enumerate(chosen):
@@ -530,14 +546,17 @@ def peers(
         kept = {hit.document_id: row for hits in found for hit, row in zip(hits, decoded(hits), strict=True)}
         ways: dict[str, Callable[[str, Sequence[Hit], Clock], str]] = {
             "text, transformers": by_text,
+            "text, LlamaIndex's HuggingFaceLLM": by_llama_index,
             "keys and values in files": lambda question, hits, clock: by_rows(question, loaded(hits), hits, clock),
             "ours, cold rows": lambda question, hits, clock: by_rows(question, decoded(hits), hits, clock),
             "ours, kept rows": lambda question, hits, clock: by_rows(
                 question, [kept[hit.document_id] for hit in hits], hits, clock
             ),
         }
+        text_bytes = mean(len(document.text.encode()) for document in chosen)
         size = {
-            "text, transformers": mean(len(document.text.encode()) for document in chosen),
+            "text, transformers": text_bytes,
+            "text, LlamaIndex's HuggingFaceLLM": text_bytes,
             "keys and values in files": mean(file.stat().st_size for file in files.values()),
             "ours, cold rows": (place / "bank").stat().st_size / len(chosen),
             "ours, kept rows": mean(row.nbytes for row in kept.values()),
