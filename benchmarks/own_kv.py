@@ -224,6 +224,7 @@ def limits(
     from transformers import DynamicCache
 
     from benchmarks.measure import least
+    from mac_rag.adapting import halves
     from mac_rag.engine import MACEngine
     from mac_rag.lm.batching import length_buckets, pad_rows
     from mac_rag.model import ReadRow, ReadRows
@@ -329,14 +330,15 @@ def limits(
         MACEngine(model).adapt(chosen)
 
     read_rows = model._read(planned)
-    sentences = [document.text for document in chosen]
+    parts, encoder = [half for document in chosen for half in halves(document.text)], model.sentences
+    assert encoder is not None
     ways: dict[str, Callable[[], object]] = {
         "transformers reads": partial(alone, plain),
         "our LM reads": partial(alone, ours),
         "documents are adapted": adapt,
         "... the LM": partial(model._read, planned),
         "... the codec": lambda: [model.encode(one) for one in read_rows],
-        "... the sentence encoder": lambda: model.sentence_keys(sentences, [1] * len(sentences)),
+        "... the sentence encoder": lambda: encoder.documents(parts),
     }
     work = dict.fromkeys(ways, 2 * layers * total / flops)
     work["... the codec"] = 2 * of_codec * total / flops

@@ -30,7 +30,9 @@ from mac_rag.errors import BankError, DocumentError, MACError
 from mac_rag.model import BATCH_TOKENS, AmortizedModel, MACModel, OwnKVModel
 from mac_rag.progress import progress_bar
 from mac_rag.retrieval.base import Retriever
+from mac_rag.retrieval.dense import check_finite
 from mac_rag.shipped_models import shipped_name
+from mac_rag.sources import sentence_spans
 from mac_rag.sync import SyncedBank, is_held
 
 _log = logging.getLogger(__name__)
@@ -299,10 +301,23 @@ class DocumentWriter:
         return self._bounded.put(documents, phi, rows, summaries=summaries)
 
     def _sentence_keys(self, documents: Sequence[Document], rows: Sequence[int]) -> Tensor | None:
-        """What the sentence encoder of a model with its LM's own keys and values makes of each row."""
+        """What the sentence encoder makes of each row, `[N, 2 P]`: of its two halves, one after the other.
+
+        None for a model without an LM's own keys and values, or without a sentence encoder.
+        """
         if not isinstance(self.model, OwnKVModel) or self.model.sentences is None:
             return None
-        return self.model.sentence_keys([document.text for document in documents], rows)
+        chunks = self.model.chunks
+        parts = [
+            half
+            for document, count in zip(documents, rows)
+            for part in ([document.text] if count == 1 else chunks(document.text))
+            for half in halves(part)
+        ]
+        vectors = self.model.sentences.documents(parts)
+        check_finite(vectors, [f"the text {part!r:.60}" for part in parts])
+        keys: Tensor = torch.from_numpy(vectors).unflatten(0, (-1, 2)).flatten(1)
+        return keys
 
     def remember(self, bank: Bank, documents: Sequence[Document]) -> None:
         """Plans, encodes and puts documents, without committing."""
@@ -316,8 +331,18 @@ def keep_rows_for_model(bank: MemoryBank, model: MACModel) -> None:
     if isinstance(model, AmortizedModel):
         keep_rows_for(bank, model.aggregation)
     elif isinstance(model, OwnKVModel):
-        width = 0 if model.sentences is None else model.sentences.width
+        width = 0 if model.sentences is None else 2 * model.sentences.width
         bank.keep_rows_as(RowLayout(token_bytes=model.token_bytes, summary=width, prior_keys=width))
+
+
+def halves(text: str) -> list[str]:
+    """A text cut after the sentence that ends nearest to its middle; a single sentence twice.
+
+    A sentence encoder says more of a few sentences than of many, and reads no more than the first part of a long text.
+    """
+    ends = [end for _, end in sentence_spans(text)[:-1]]
+    cut = min(ends, key=lambda end: abs(2 * end - len(text)), default=0)
+    return [text[:cut], text[cut:].strip()] if cut else [text, text]
 
 
 def rows_of(documents: Sequence[Document], plan: Plan) -> list[list[int]]:

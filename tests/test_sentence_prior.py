@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from mac_rag import Document, MACEngine
+from mac_rag.adapting import halves
 from mac_rag.bank import MemoryBank
 from mac_rag.bank.own_kv_reader import _SENTENCE_WEIGHT, OwnKVReader
 from mac_rag.config import BoundConfig
@@ -64,11 +65,12 @@ def test_scores_are_those_of_bm25_and_of_the_encoder(model: OwnKVModel) -> None:
     engine = engine_of(model, DOCUMENTS)
     retriever, encoder = BM25Retriever(), minilm()
     retriever.add(DOCUMENTS)
-    vectors = encoder.documents([document.text for document in DOCUMENTS]).astype(np.float64)
+    parts = [half for document in DOCUMENTS for half in halves(document.text)]
+    vectors = encoder.documents(parts).astype(np.float64).reshape(len(DOCUMENTS), 2, -1)
     names = [document.id for document in DOCUMENTS]
     for question in QUESTIONS:
         [words] = retriever.scores([question], names)
-        cosines = vectors @ encoder.questions([question])[0].astype(np.float64)
+        cosines = (vectors @ encoder.questions([question])[0].astype(np.float64)).max(1)
         scores = found(engine, question)
         assert set(scores) == set(names)
         expected = np.array(words) + _SENTENCE_WEIGHT * cosines
@@ -137,7 +139,7 @@ def test_a_bounded_bank_keeps_the_vectors_of_what_it_keeps(model: OwnKVModel) ->
 def test_codes_without_vectors_are_refused(model: OwnKVModel) -> None:
     engine = engine_of(model, DOCUMENTS[:2])
     assert isinstance(engine.bank, MemoryBank)
-    with pytest.raises(BankError, match=r"summary of 384 numbers .* adapt"):
+    with pytest.raises(BankError, match=r"summary of 768 numbers .* adapt"):
         engine.bank.put([SOUP], engine.bank[DOCUMENTS[0].id].memory)
 
 
@@ -150,3 +152,20 @@ def test_a_bank_belongs_to_its_encoder(model: OwnKVModel) -> None:
 def test_an_unknown_encoder_is_refused_before_the_lm_is_loaded() -> None:
     with pytest.raises(ConfigError, match=r"unknown encoder 'bm25'; choose one of .*minilm"):
         MACModel.around("no such LM", compression=None, sentence_encoder="bm25")
+
+
+def test_a_row_is_cut_in_two_between_sentences(model: OwnKVModel) -> None:
+    assert halves("One is short. Two is a little longer. Three.") == [
+        "One is short.",
+        "Two is a little longer. Three.",
+    ]
+    assert halves("Just one sentence.") == ["Just one sentence."] * 2
+    mixed = Document("mixed", f"The parliament of Orsena adopted a new budget on Tuesday. {SOUP.text}")
+    with reading(engine_of(model, [mixed, *DOCUMENTS])) as reader:
+        assert isinstance(reader, OwnKVReader)
+        assert reader._sentences is not None
+        [cosine] = reader._sentences.cosines(COOKING, [int(reader.bank.row_keys[0])])
+    encoder = minilm()
+    whole, half = encoder.documents([mixed.text, SOUP.text]) @ encoder.questions([COOKING])[0]
+    assert cosine == pytest.approx(half, abs=0.01)
+    assert cosine > whole + 0.02

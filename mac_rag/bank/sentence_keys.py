@@ -20,7 +20,7 @@ class SentenceKeys:
     """The part of the document prior that also finds rows that share no word with a question.
 
     Args:
-        encoder: the encoder that made the summaries of the bank's rows.
+        encoder: the encoder that made the summaries of the bank's rows: of each half of a row one vector.
         bank: the bank, or a snapshot of it.
     """
 
@@ -28,7 +28,7 @@ class SentenceKeys:
         self.encoder = encoder
         self._questions: OrderedDict[str, Tensor] = OrderedDict()
         self._row_keys = torch.empty(0, dtype=torch.int64)
-        self._vectors = torch.empty(0, encoder.width)  # [N, P], of length 1
+        self._vectors = torch.empty(0, 2, encoder.width)  # [N, 2, P], of length 1: two halves of each row
         self.follow(bank)
 
     def follow(self, bank: Contents) -> None:
@@ -37,7 +37,7 @@ class SentenceKeys:
         if bank.row_keys is self._row_keys:
             return
         first, remains = followed(self._row_keys, bank.row_keys)
-        new = [functional.normalize(part.summaries) for part in bank.overview(first)]
+        new = [functional.normalize(part.summaries.unflatten(1, (2, -1)), dim=-1) for part in bank.overview(first)]
         self._vectors = torch.cat([self._vectors[remains], *new])
         self._row_keys = bank.row_keys
 
@@ -53,16 +53,17 @@ class SentenceKeys:
         if allowed is not None:
             rows = self._bank.visible_rows(allowed).nonzero()[:, 0]
         vectors = self._vectors if allowed is None else self._vectors[rows]
-        cosines = self._encoded(questions) @ vectors.T
+        cosines = (self._encoded(questions) @ vectors.flatten(0, 1).T).unflatten(1, (-1, 2)).amax(2)
         best = cosines.topk(min(count, len(rows))).indices
         found: list[list[int]] = self._row_keys[rows[best]].tolist()
         return found
 
     def cosines(self, question: str, row_keys: Sequence[int]) -> list[float]:
-        """The cosine of a question with each of some rows, by their keys."""
+        """The cosine of a question with the nearer half of each of some rows, by their keys."""
         places = torch.searchsorted(self._row_keys, torch.tensor(row_keys, dtype=torch.int64))
-        cosines: list[float] = (self._vectors[places].double() @ self._encoded([question])[0].double()).tolist()
-        return cosines
+        cosines = self._vectors[places].double() @ self._encoded([question])[0].double()
+        nearer: list[float] = cosines.amax(1).tolist()
+        return nearer
 
     def _encoded(self, questions: Sequence[str]) -> Tensor:
         """Vectors of questions, `[B, P]`, of length 1."""

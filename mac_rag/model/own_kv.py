@@ -51,7 +51,7 @@ from mac_rag.nn.block_prefix import BlockPrefix
 from mac_rag.nn.codec import KVCodec
 from mac_rag.nn.modulation import KeyRotation
 from mac_rag.progress import progress_bar
-from mac_rag.retrieval.dense import Encoder, check_finite
+from mac_rag.retrieval.dense import Encoder
 from mac_rag.retrieval.registry import make_encoder
 from mac_rag.untrusted_files import read_json
 
@@ -247,19 +247,6 @@ class OwnKVModel(MACModel, kind="own-kv", config_class=OwnKVConfig):
     def sentences(self) -> Encoder | None:
         """The sentence encoder of the document prior; None without one."""
         return None if self.config.sentence_encoder is None else make_encoder(self.config.sentence_encoder)
-
-    def sentence_keys(self, texts: Sequence[str], rows: Sequence[int]) -> Tensor:
-        """What the sentence encoder makes of each row of some documents, `[N, P]` float32.
-
-        Args:
-            texts: texts of the documents.
-            rows: number of rows of each document.
-        """
-        assert self.sentences is not None
-        parts = [part for text, count in zip(texts, rows) for part in ([text] if count == 1 else self.chunks(text))]
-        vectors = self.sentences.documents(parts)
-        check_finite(vectors, [f"the text {part!r:.60}" for part in parts])
-        return torch.from_numpy(vectors)
 
     @property
     def token_bytes(self) -> int:
