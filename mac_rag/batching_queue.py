@@ -184,22 +184,22 @@ class BatchingQueue:
         """
         if not self.is_mine or not self.is_owed:
             return False
-        with self._changed:
-            holder, paying = self._holder, self._paying
-            self._end_turn()
-            again = _Entry(owner=min(paying, key=self._used.__getitem__))
-            # Nothing else of its owner begins before, so that few batches are in memory at a time.
-            soon = [entry for entry in self._waiting if entry.soon and entry.owner in paying]
-            for entry in soon:
-                self._waiting.remove(entry)
-            self._waiting.extendleft(reversed([*soon, again]))
-            self._changed.notify_all()
-            try:
+        holder, paying = self._holder, self._paying
+        again = _Entry(owner=min(paying, key=self._used.__getitem__))
+        try:
+            with self._changed:
+                self._end_turn()
+                # Nothing else of its owner begins before, so that few batches are in memory at a time.
+                soon = [entry for entry in self._waiting if entry.soon and entry.owner in paying]
+                for entry in soon:
+                    self._waiting.remove(entry)
+                self._waiting.extendleft(reversed([*soon, again]))
+                self._changed.notify_all()
                 self._wait_for_turn(again)
-            except BaseException:
-                self._waiting.remove(again)
-                raise
-            self._holder, self._paying = holder, paying
+                self._holder, self._paying = holder, paying
+        except BaseException:
+            self._leave(again)
+            raise
         return True
 
     def _wait(self, entry: _Entry) -> bool:
