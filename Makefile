@@ -51,7 +51,7 @@ torture: $(VENV)/.installed-dev  ## Kills, faults, mutations, ... for hours; it 
 
 test-lm: $(VENV)/.installed-dev  ## Test on a real pretrained LM, which it fetches first.
 	$(VENV)/bin/mac-rag fetch smollm2-135m
-	$(BIN) -m pytest -m lm tests/lm
+	$(BIN) -m pytest -m lm
 
 format: $(VENV)/.installed-dev  ## Sort imports and format the code.
 	$(BIN) -m ruff check --fix .
