@@ -354,7 +354,9 @@ class OwnKVModel(MACModel, kind="own-kv", config_class=OwnKVConfig):
 
     @property
     def answer_digest(self) -> str:
-        return hashlib.sha256((self.fingerprint + self.config.model_dump_json()).encode()).hexdigest()
+        return hashlib.sha256(
+            (self.fingerprint + self.config.model_dump_json(exclude={"languages"})).encode()
+        ).hexdigest()
 
     # Documents to rows
 

@@ -18,7 +18,7 @@ from mac_rag.lm.block_attention import BlockAttentionLM
 from mac_rag.lm.chat import Message
 from mac_rag.model import AmortizedModel, MACModel, OwnKVModel, ReadRow, ReadRows
 from mac_rag.nn.block_prefix import BlockPrefix
-from tests.helpers import Folder, own_kv
+from tests.helpers import Folder, own_kv, reloaded
 
 TEXTS = [document.text for document in generate("train", 40).documents]
 QUESTIONS = ["Which port was closed?", "Who opened a bridge in the town of Lisbon?", "When?"]
@@ -249,6 +249,15 @@ def test_an_adapter_of_the_training_changes_the_lm_and_its_prompt(model_folder: 
     assert again.generate([prompt]) == model.generate([prompt])
     with pytest.raises(ModelLoadError, match=r"reading\.json"):
         own_kv(model_folder("instruct"), adapter=tmp_path)
+
+
+def test_its_languages_are_kept_and_change_no_answer(model_folder: Folder, tmp_path: Path) -> None:
+    model = own_kv(model_folder("instruct"))
+    digest = model.answer_digest
+    model.config = model.config.model_copy(update={"languages": ("en",)})
+    again = reloaded(model, tmp_path / "own")
+    assert again.config.languages == ("en",)
+    assert again.answer_digest == digest
 
 
 class TestPrompts:
