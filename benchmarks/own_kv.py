@@ -466,8 +466,8 @@ def peers(
     from mac_rag.bank import MemoryBank
     from mac_rag.data.metrics import best_over, f1
     from mac_rag.engine import MACEngine
+    from mac_rag.lm.adapter import Adapter
     from mac_rag.model import ReadRow, ReadRows
-    from mac_rag.model.own_kv import _adapt
     from mac_rag.retrieval.base import Hit
     from mac_rag.retrieval.bm25 import BM25Retriever
 
@@ -475,7 +475,7 @@ def peers(
     model = raw.compressed(texts, compression)
     plain = _plain(raw)
     if adapter is not None:
-        _adapt(plain, Path(adapter))
+        Adapter.add(Path(adapter), plain)
     chosen, about = _paragraphs(data, documents)
     asked = about[:: len(about) // (questions + 1)][: questions + 1]
     retriever = BM25Retriever()

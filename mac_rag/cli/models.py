@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from mac_rag import DEFAULT_MODEL
 from mac_rag.cli.run import settle
 from mac_rag.errors import BankError, ConfigError
-from mac_rag.shipped_models import FINGERPRINTS, shipped_name
+from mac_rag.shipped_models import FINGERPRINTS, describe, shipped_name
 
 if TYPE_CHECKING:
     from mac_rag.bank.bank import MemoryBank
@@ -33,7 +33,7 @@ def load_model(
         device, device_map: as `MACModel.from_pretrained` takes them.
 
     Raises:
-        ConfigError: without a name, if the model that wrote the bank is neither shipped nor in its folder.
+        ConfigError: without a name, if the model that wrote the bank is neither shipped nor in its folder, or unknown.
         FingerprintError: if another model wrote the bank; names both.
         ModelLoadError: see `MACModel.from_pretrained`.
     """
@@ -52,8 +52,13 @@ def model_for(name: str | None, bank: MemoryBank | None, place: Path) -> str:
     if name is not None or bank is None:
         return name or DEFAULT_MODEL
     writer = known_name(bank)
-    if writer is None or shipped_name(bank.fingerprint):
-        return writer or DEFAULT_MODEL
+    if writer is None:
+        raise ConfigError(
+            f"{place} does not say which model wrote it ({describe(bank.fingerprint)}), and no shipped one did; name "
+            "the model: --model MODEL"
+        )
+    if shipped_name(bank.fingerprint):
+        return writer
     # Anybody may have written the bank, so it must not cause a download or a request to another machine.
     if Path(writer).is_absolute() and not writer.startswith(("//", "\\\\")) and Path(writer).is_dir():
         return writer

@@ -7,27 +7,26 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
+from mac_rag import DEFAULT_MODEL
 from mac_rag.cli.terminal import say
 from mac_rag.errors import ConfigError
+from mac_rag.shipped_models import FINGERPRINTS
 
 if TYPE_CHECKING:
     from mac_rag.bank.bank import MemoryBank
     from mac_rag.bank.interface import Bank
     from mac_rag.retrieval.base import Retriever
 
-ModelOption = Annotated[
-    str,
-    typer.Option(
-        "--model",
-        help="A shipped model (mac-small, mac-tiny), a checkpoint folder, or a repository on the Hugging Face Hub.",
-    ),
-]
+_MODEL_HELP = (
+    f"A shipped model ({', '.join(FINGERPRINTS)}), a checkpoint folder, or a repository on the Hugging Face Hub."
+)
+ModelOption = Annotated[str, typer.Option("--model", help=_MODEL_HELP)]
 BankModelOption = Annotated[
     str | None,
     typer.Option(
         "--model",
-        help="A shipped model (mac-small, mac-tiny), a checkpoint folder, or a repository on the Hugging Face Hub.",
-        show_default="the model that wrote the bank; mac-small for a new one",
+        help=_MODEL_HELP,
+        show_default=f"the model that wrote the bank; {DEFAULT_MODEL} for a new one",
     ),
 ]
 DeviceMapOption = Annotated[

@@ -35,10 +35,11 @@ def with_exact_revision(part: _Part) -> _Part:
 def with_exact_revisions(config: MACConfig) -> MACConfig:
     """The configuration with the exact revision of each model that it names: a checkpoint must identify the weights.
 
-    An exact revision is the copy of a fetched LM, or a commit on the Hub.
+    An exact revision is a commit on the Hub, or package and version of a fetched LM.
 
     Raises:
-        ModelLoadError: for an LM that has not been fetched, or has been fetched in several copies.
+        ModelLoadError: for a fetched LM of another revision.
+        NotFetchedError: for an LM that has not been fetched.
     """
 
     def exact(part: Any) -> Any:

@@ -18,7 +18,6 @@ import dataclasses
 import hashlib
 import json
 import logging
-import shutil
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -34,6 +33,7 @@ from mac_rag.config import BaseLMConfig, OwnKVConfig, PromptFormat
 from mac_rag.data.characters import check_text
 from mac_rag.data.types import Document
 from mac_rag.errors import ConfigError, DamageError, DocumentError, MACError, ModelLoadError, PromptError
+from mac_rag.lm.adapter import Adapter
 from mac_rag.lm.architectures import check_modulation
 from mac_rag.lm.attention_sink import key_rotation, positions_alike
 from mac_rag.lm.base_lm import BaseLM
@@ -41,7 +41,7 @@ from mac_rag.lm.batching import length_buckets
 from mac_rag.lm.block_prompt import BlockPrompt
 from mac_rag.lm.chat import ChatPromptEncoder, Message, with_shorter
 from mac_rag.lm.devices import DeviceMap, default_device
-from mac_rag.lm.loading import load_causal_lm, quiet
+from mac_rag.lm.loading import load_causal_lm
 from mac_rag.lm.prompt import FittedPrompt
 from mac_rag.model import checkpoint
 from mac_rag.model.base import MACModel, ModelConfig, check_each
@@ -129,9 +129,9 @@ class OwnKVModel(MACModel, kind="own-kv", config_class=OwnKVConfig):
 
     Args:
         config: the configuration.
-        base_lm: the LM, with its updates if there are any.
+        base_lm: the LM, with its adapter if there is one.
         codec: codes keys and values; None keeps them as they are.
-        adapter: folder of the LM's updates, which `save_pretrained` copies; None without any.
+        adapter: the LM's adapter, which `save_pretrained` writes; None without one.
 
     Raises:
         ConfigError: for an impossible number of bytes a token.
@@ -141,7 +141,7 @@ class OwnKVModel(MACModel, kind="own-kv", config_class=OwnKVConfig):
     config: OwnKVConfig
 
     def __init__(
-        self, config: OwnKVConfig, base_lm: BaseLM, codec: KVCodec | None, adapter: Path | None = None
+        self, config: OwnKVConfig, base_lm: BaseLM, codec: KVCodec | None, adapter: Adapter | None = None
     ) -> None:
         super().__init__(config, base_lm)
         self.codec = codec
@@ -198,18 +198,19 @@ class OwnKVModel(MACModel, kind="own-kv", config_class=OwnKVConfig):
             sentence_encoder=sentence_encoder,
             prompt=PromptFormat(chat=bool(tokenizer.chat_template)),
         )
+        updates = None
         if folder is not None:
             config = config.model_copy(update=_reading(folder, config.prompt) | {"adapter": True})
-            _adapt(model, folder)
+            updates = Adapter.add(folder, model)
         base_lm = BaseLM(model.requires_grad_(False).eval(), tokenizer, config.prompt)
         # Longer texts of some LMs have other keys at the same positions, so rows could not be kept.
         window = positions_alike(model, len(BlockPrompt(tokenizer, config.turn, config.prompt.system).opening))
         if 2 * config.max_document_tokens > window:
             config = config.model_copy(update={"max_document_tokens": window // 4, "memory_tokens": window})
-        made = cls(config, base_lm, None, folder).eval()
+        made = cls(config, base_lm, None, updates).eval()
         if window < base_lm.context_window:
             config = config.model_copy(update={"context_window": window - made._reserved})
-            made = cls(config, base_lm, None, folder).eval()
+            made = cls(config, base_lm, None, updates).eval()
         made.check_equal()
         return made if compression is None else made.compressed(texts, compression, progress=progress)
 
@@ -273,9 +274,7 @@ class OwnKVModel(MACModel, kind="own-kv", config_class=OwnKVConfig):
                 f"{folder} was made around other weights of {config.base_lm.name!r} (digest {config.lm_digest[:12]}, "
                 f"not {digest[:12]}); load that revision of the LM, or make the memory again with mac-rag init"
             )
-        adapter = folder / ADAPTER if config.adapter else None
-        if adapter is not None:
-            _adapt(model, adapter)
+        adapter = Adapter.add(folder / ADAPTER, model) if config.adapter else None
         base_lm = BaseLM(model.requires_grad_(False).eval(), tokenizer, config.prompt)
         made = cls(config, base_lm, None, adapter)
         if config.bytes_per_token is None:
@@ -314,9 +313,7 @@ class OwnKVModel(MACModel, kind="own-kv", config_class=OwnKVConfig):
             assert self.config.bytes_per_token is not None
             save_file(self.codec.compact(self.config.bytes_per_token), place / CODEC)
         if self._adapter is not None:
-            (place / ADAPTER).mkdir()
-            for name in ("adapter_config.json", "adapter_model.safetensors"):
-                shutil.copyfile(self._adapter / name, place / ADAPTER / name)
+            self._adapter.write(place / ADAPTER)
         text = json.dumps(
             {"format": checkpoint.FORMAT, "kind": self.kind, **self.config.model_dump(mode="json")}, indent=2
         )
@@ -336,7 +333,7 @@ class OwnKVModel(MACModel, kind="own-kv", config_class=OwnKVConfig):
         }
         digest.update(json.dumps(told).encode())
         if self._adapter is not None:
-            digest.update((self._adapter / "adapter_model.safetensors").read_bytes())
+            digest.update(self._adapter.digest.encode())
         for name, tensor in sorted(self.codec.state_dict().items() if self.codec is not None else ()):
             digest.update(name.encode())
             digest.update(tensor.cpu().contiguous().numpy().tobytes())
@@ -344,7 +341,9 @@ class OwnKVModel(MACModel, kind="own-kv", config_class=OwnKVConfig):
 
     @property
     def answer_digest(self) -> str:
-        return hashlib.sha256((self.fingerprint + self.config.model_dump_json()).encode()).hexdigest()
+        return hashlib.sha256(
+            (self.fingerprint + self.config.model_dump_json(exclude={"languages"})).encode()
+        ).hexdigest()
 
     # Documents to rows
 
@@ -634,34 +633,3 @@ def _reading(folder: Path, prompt: PromptFormat) -> dict[str, Any]:
             f"{folder} holds no {READING} of an adapter: {error}; give the folder best or last of a run of "
             "pipelines.tune_reading"
         ) from None
-
-
-def _adapt(lm: Any, folder: Path) -> None:
-    """Adds trained low-rank updates to the weights of an LM, in place; beside them if these are quantised.
-
-    Raises:
-        ConfigError: without the package peft.
-        ModelLoadError: for updates of another LM.
-    """
-    try:
-        from peft import LoraConfig, get_peft_model, set_peft_model_state_dict
-    except ImportError:
-        raise ConfigError("an adapter needs the package peft: pip install 'mac-rag[train]'") from None
-    try:
-        updates = load_file(folder / "adapter_model.safetensors")
-        told = read_json(folder / "adapter_config.json", _LARGEST_CONFIG)
-        if told["peft_type"] != "LORA" or told.get("use_dora") or told.get("use_rslora"):
-            raise ValueError("they are of another kind than those of pipelines.tune_reading")
-        ranks = {len(update) for name, update in updates.items() if "lora_A" in name}
-        if ranks != {told["r"]}:
-            raise ValueError(f"their rank is said to be {told['r']!r:.20}, and the updates have {sorted(ranks)}")
-        lora = LoraConfig(r=told["r"], lora_alpha=told["lora_alpha"], target_modules=told["target_modules"])
-        with quiet():
-            adapted = get_peft_model(lm, lora)
-            result: Any = set_peft_model_state_dict(adapted, updates)
-        if result.unexpected_keys:
-            raise ValueError(f"the LM has no {result.unexpected_keys[0]}")
-        if getattr(lm, "quantization_method", None) is None:
-            adapted.merge_and_unload()
-    except (OSError, ValueError, KeyError, TypeError, RuntimeError, MACError, SafetensorError) as error:
-        raise ModelLoadError(f"{folder} holds no updates of this LM: {error}; make them for it") from None

@@ -91,7 +91,8 @@ def note(bank: Path, name: str | None) -> None:
 def test_a_bank_that_names_no_model(bank: Path, checkpoint: Path) -> None:
     note(bank, None)
     message = refusal("ask", "Who?", "--bank", bank)
-    assert "cannot be read by mac-small; use the model that wrote it" in message
+    short = MACModel.from_pretrained(checkpoint).fingerprint[:12]
+    assert f"which model wrote it (model {short}), and no shipped one did; name the model: --model" in message
     assert run("ask", "Who?", "--bank", bank, "--model", checkpoint).exit_code == 0
     assert run("adapt", "a.txt", "--bank", bank, "--model", checkpoint).exit_code == 0
     assert MemoryBank.open(bank).model == str(checkpoint)

@@ -10,7 +10,7 @@ import torch
 
 from mac_rag import Document, MACEngine
 from mac_rag.config import AggregationConfig, BaseLMConfig, EncoderConfig, MACConfig, ModulationConfig, PromptFormat
-from mac_rag.lm.fetched import CACHE_VARIABLE, fetched_revisions
+from mac_rag.lm.fetched import CACHE_VARIABLE
 from mac_rag.lm.loading import load_causal_lm
 from tests.helpers import built, reloaded, strong
 from tests.lm.helpers import KINDS, Cell, check, check_losses, prompts
@@ -25,7 +25,7 @@ def _fetched(user_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def config(dtype: Any) -> BaseLMConfig:
-    return BaseLMConfig(name=NAME, revision=fetched_revisions(NAME)[0], dtype=dtype)
+    return BaseLMConfig(name=NAME, dtype=dtype)
 
 
 def cell(kind: str, dtype: Any) -> Cell:

@@ -18,7 +18,7 @@ from mac_rag.lm.block_attention import BlockAttentionLM
 from mac_rag.lm.chat import Message
 from mac_rag.model import AmortizedModel, MACModel, OwnKVModel, ReadRow, ReadRows
 from mac_rag.nn.block_prefix import BlockPrefix
-from tests.helpers import Folder, own_kv
+from tests.helpers import Folder, own_kv, reloaded
 
 TEXTS = [document.text for document in generate("train", 40).documents]
 QUESTIONS = ["Which port was closed?", "Who opened a bridge in the town of Lisbon?", "When?"]
@@ -249,10 +249,15 @@ def test_an_adapter_of_the_training_changes_the_lm_and_its_prompt(model_folder: 
     assert again.generate([prompt]) == model.generate([prompt])
     with pytest.raises(ModelLoadError, match=r"reading\.json"):
         own_kv(model_folder("instruct"), adapter=tmp_path)
-    told = json.loads((tmp_path / "best" / "adapter_config.json").read_text())
-    (tmp_path / "best" / "adapter_config.json").write_text(json.dumps({**told, "r": 10**9}))
-    with pytest.raises(ModelLoadError, match=r"rank is said to be 1000000000, and the updates have \[4\]"):
-        own_kv(model_folder("instruct"), adapter=tmp_path / "best")
+
+
+def test_its_languages_are_kept_and_change_no_answer(model_folder: Folder, tmp_path: Path) -> None:
+    model = own_kv(model_folder("instruct"))
+    digest = model.answer_digest
+    model.config = model.config.model_copy(update={"languages": ("en",)})
+    again = reloaded(model, tmp_path / "own")
+    assert again.config.languages == ("en",)
+    assert again.answer_digest == digest
 
 
 class TestPrompts:
@@ -342,26 +347,6 @@ class TestRefusals:
         plain = own_kv(model_folder("llama"))
         with pytest.raises(ConfigError, match="has no chat template, so this LM reads no conversations"):
             plain.blocks.conversation([Message("user", "Hello.")])
-
-    @pytest.mark.parametrize(
-        ("change", "match"),
-        [({"peft_type": "LOHA"}, "of another kind"), ({"use_dora": True}, "of another kind"), ({}, "the LM has no")],
-    )
-    def test_updates_of_another_kind_or_lm(
-        self, model_folder: Folder, tmp_path: Path, change: dict[str, Any], match: str
-    ) -> None:
-        lm = AutoModelForCausalLM.from_pretrained(model_folder("instruct"), dtype=torch.float32)
-        get_peft_model(lm, LoraConfig(r=2, target_modules=["q_proj"])).save_pretrained(tmp_path)
-        told = {"turn": "{document} {question}", "system": None, "abstention": None, "bias_scale": 0.5}
-        (tmp_path / "reading.json").write_text(json.dumps(told))
-        config = json.loads((tmp_path / "adapter_config.json").read_text())
-        (tmp_path / "adapter_config.json").write_text(json.dumps({**config, **change}))
-        if not change:
-            updates = load_file(tmp_path / "adapter_model.safetensors")
-            renamed = {name.replace("layers.1.", "layers.7."): tensor for name, tensor in updates.items()}
-            save_file(renamed, tmp_path / "adapter_model.safetensors")
-        with pytest.raises(ModelLoadError, match=f"holds no updates of this LM: .*{match}"):
-            own_kv(model_folder("instruct"), adapter=tmp_path)
 
 
 def test_a_question_may_be_a_text(model: OwnKVModel) -> None:
