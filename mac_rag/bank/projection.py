@@ -133,17 +133,8 @@ class ProjectedBank:
         return self._row_keys
 
     @property
-    def prior_keys(self) -> Tensor | None:
-        """Keys of the document prior `[K, d_prior]`; None without a document prior.
-
-        They are made at each access; nothing but a view without `compact_prior_keys` has need of them.
-        """
-        keys = self.compact_prior_keys
-        return None if keys is None else keys.take(torch.arange(len(keys), device=self.device))
-
-    @property
-    def compact_prior_keys(self) -> PriorKeys | None:
-        """The same without the zeros of lexical parts; None without a document prior."""
+    def prior_keys(self) -> PriorKeys | None:
+        """Keys of the document prior; None without a document prior."""
         if self._overview is None and self.network.prior is not None:
             return PriorKeys.of(torch.empty(0, 0, device=self.device), None)  # as one process of several may hold
         return None if self._overview is None else self._overview.prior_keys
@@ -250,7 +241,7 @@ class SelectedRows:
     @property
     def prior_keys(self) -> Tensor | None:
         """Keys of the document prior `[B, N, d_prior]`; None without a document prior."""
-        keys = self._bank.compact_prior_keys
+        keys = self._bank.prior_keys
         if keys is None:
             return None
         chosen: Tensor = keys.take(self._index.flatten().to(keys.dense.device)).unflatten(0, self._index.shape)
