@@ -10,18 +10,20 @@ from dataclasses import replace
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from mac_rag.bank.bank import Contents
 from mac_rag.bank.base_reader import Aggregated, Reader, share_odds
 from mac_rag.bank.database import PART_BITS
+from mac_rag.bank.directory import followed
 from mac_rag.bank.interface import BankContents
-from mac_rag.bank.sentence_keys import SentenceKeys
 from mac_rag.config import AttentionConfig
 from mac_rag.data.types import Document
 from mac_rag.errors import ConfigError
 from mac_rag.model import OwnKVModel, ReadRow, ReadRows
 from mac_rag.retrieval.base import Hit
 from mac_rag.retrieval.bm25 import BM25Retriever
+from mac_rag.retrieval.dense import Encoder, check_finite
 
 _ALIKE = 8  # documents among which one with the same text is looked for
 _BLANK_LINE = re.compile(r"\n\s*\n\s*")
@@ -32,6 +34,7 @@ _RANK_WEIGHT = 2.0
 # A cosine of MiniLM counts as much as this number in a BM25 score: best for 2,112 validation questions of SQuAD among
 # 432 paragraphs, flat from 20 to 60. The right paragraph comes first for 84.1 % of them, by BM25 alone for 79.3 %.
 _SENTENCE_WEIGHT = 25.0
+_QUESTIONS = 256  # questions whose vectors are kept
 
 
 class OwnKVReader(Reader):
@@ -269,3 +272,66 @@ def _unseen(candidates: Sequence[tuple[int, float, int]], chosen: Sequence[tuple
     shares: list[float] = torch.tensor([bias for _, bias, _ in candidates]).softmax(0).tolist()
     seen = {key for key, _ in chosen}
     return sum(share for (key, _, _), share in zip(candidates, shares, strict=True) if key not in seen)
+
+
+class SentenceKeys:
+    """The part of the document prior that also finds rows that share no word with a question.
+
+    Args:
+        encoder: the encoder that made the summaries of the bank's rows.
+        bank: the bank, or a snapshot of it.
+    """
+
+    def __init__(self, encoder: Encoder, bank: Contents) -> None:
+        self.encoder = encoder
+        self._questions: OrderedDict[str, Tensor] = OrderedDict()
+        self._row_keys = torch.empty(0, dtype=torch.int64)
+        self._vectors = torch.empty(0, encoder.width)  # [N, P], of length 1
+        self.follow(bank)
+
+    def follow(self, bank: Contents) -> None:
+        """Reads another state of the bank. Rows come in the order in which they were added, new ones last."""
+        self._bank = bank
+        if bank.row_keys is self._row_keys:
+            return
+        first, remains = followed(self._row_keys, bank.row_keys)
+        new = [functional.normalize(part.summaries) for part in bank.overview(first)]
+        self._vectors = torch.cat([self._vectors[remains], *new])
+        self._row_keys = bank.row_keys
+
+    def nearest(self, questions: Sequence[str], count: int, allowed: Container[str] | None) -> list[list[int]]:
+        """The keys of the rows with the highest cosines, for each question.
+
+        Args:
+            questions: texts.
+            count: number of rows for each question, or all if there are fewer.
+            allowed: ids of the documents that may be found; None for all.
+        """
+        rows = torch.arange(len(self._row_keys))
+        if allowed is not None:
+            rows = self._bank.visible_rows(allowed).nonzero()[:, 0]
+        vectors = self._vectors if allowed is None else self._vectors[rows]
+        cosines = self._encoded(questions) @ vectors.T
+        best = cosines.topk(min(count, len(rows))).indices
+        found: list[list[int]] = self._row_keys[rows[best]].tolist()
+        return found
+
+    def cosines(self, question: str, row_keys: Sequence[int]) -> list[float]:
+        """The cosine of a question with each of some rows, by their keys."""
+        places = torch.searchsorted(self._row_keys, torch.tensor(row_keys, dtype=torch.int64))
+        cosines: list[float] = (self._vectors[places].double() @ self._encoded([question])[0].double()).tolist()
+        return cosines
+
+    def _encoded(self, questions: Sequence[str]) -> Tensor:
+        """Vectors of questions, `[B, P]`, of length 1."""
+        missing = [text for text in dict.fromkeys(questions) if text not in self._questions]
+        if missing:
+            vectors = self.encoder.questions(missing)
+            check_finite(vectors, [f"question {text!r}" for text in missing])
+            self._questions |= zip(missing, functional.normalize(torch.from_numpy(vectors)), strict=True)
+        found = torch.stack([self._questions[text] for text in questions])
+        for text in questions:
+            self._questions.move_to_end(text)
+        while len(self._questions) > _QUESTIONS:
+            self._questions.popitem(last=False)
+        return found
