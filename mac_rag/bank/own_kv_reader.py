@@ -50,6 +50,7 @@ class OwnKVReader(Reader):
         ConfigError: for an attention strategy other than `streaming`.
     """
 
+    model: OwnKVModel
     bank: Contents
     sees_some = True
 
@@ -60,7 +61,7 @@ class OwnKVReader(Reader):
                 "choose 'streaming'"
             )
         super().__init__(bank, config)
-        self.model = self._own = model
+        self.model = model
         self._prior = prior
         self._sentences = None if model.sentences is None else SentenceKeys(model.sentences, bank)
         self._kept: OrderedDict[int, Tensor] = OrderedDict()  # by key of a row: its decoded keys and values
@@ -103,11 +104,11 @@ class OwnKVReader(Reader):
         if unknown:
             found = self._probable([questions[place] for place in unknown], allowed)
             for place, scores in zip(unknown, found, strict=True):
-                seen[place] = [(name, self._own.config.bias_scale * score) for name, score in scores.items()]
+                seen[place] = [(name, self.model.config.bias_scale * score) for name, score in scores.items()]
         candidates = [list(self._candidates(*each)) for each in zip(questions, seen, strict=True)]
         # Of documents that somebody has chosen, none is left out for want of room: they are not in the prompt either.
         wanted = [0 if place in unknown else _one_row_each(rows) for place, rows in enumerate(candidates)]
-        chosen = [self._own.chosen(rows, wanted=room) for rows, room in zip(candidates, wanted, strict=True)]
+        chosen = [self.model.chosen(rows, wanted=room) for rows, room in zip(candidates, wanted, strict=True)]
         decoded = self._decoded([key for rows in chosen for key, _ in rows])
         phi = ReadRows([[ReadRow(decoded[key], bias) for key, bias in rows] for rows in chosen])
         unseen = [_unseen(*each) for each in zip(candidates, chosen, strict=True)]
@@ -120,7 +121,7 @@ class OwnKVReader(Reader):
         for row, scores in zip(best, self._probable(questions, allowed), strict=True):
             if scores:
                 found = torch.tensor(list(scores.values()))
-                share = (self._own.config.bias_scale * found).softmax(0).max()
+                share = (self.model.config.bias_scale * found).softmax(0).max()
                 row[0], row[1] = found.max(), share_odds(share) if len(found) > 1 else 0.0
         return best
 
@@ -183,7 +184,7 @@ class OwnKVReader(Reader):
 
     def _biased(self, hits: Sequence[Hit], scored: bool) -> list[tuple[str, float]]:
         """Id and bias of retrieved documents."""
-        scale = self._own.config.bias_scale
+        scale = self.model.config.bias_scale
         return [
             (hit.document_id, scale * hit.score if scored else -_RANK_WEIGHT * math.log(rank))
             for rank, hit in enumerate(hits, 1)
@@ -218,7 +219,7 @@ class OwnKVReader(Reader):
             own = rows.get(name, [])
             lower = self._below_best(question, name, own) if len(own) > 1 else [0.0]
             for key, less in zip(own, lower):
-                yield key, bias - self._own.config.bias_scale * less, tokens[key]
+                yield key, bias - self.model.config.bias_scale * less, tokens[key]
 
     def _below_best(self, question: str, name: str, keys: Sequence[int]) -> list[float]:
         """For each row of a long document, by how much the prior scores it lower than the best of them."""
@@ -226,7 +227,7 @@ class OwnKVReader(Reader):
         if known not in self._scores:
             [document] = self._prior.documents([name])
             parts = BM25Retriever()
-            parts.add([Document(str(place), text) for place, text in enumerate(self._own.chunks(document.text))])
+            parts.add([Document(str(place), text) for place, text in enumerate(self.model.chunks(document.text))])
             [scores] = parts.scores([question], [str(place) for place in range(len(parts))])
             if self._sentences is not None:
                 cosines = self._sentences.cosines(question, keys)
@@ -240,7 +241,7 @@ class OwnKVReader(Reader):
         """Keys and values of rows; those that are not kept are read and decoded."""
         missing = [key for key in dict.fromkeys(keys) if key not in self._kept]
         for key, codes in zip(missing, self.bank.codes(missing) if missing else (), strict=True):
-            self._kept[key] = self._own.decode(codes)
+            self._kept[key] = self.model.decode(codes)
         for key in keys:
             self._kept.move_to_end(key)
         found = {key: self._kept[key] for key in keys}
