@@ -11,6 +11,7 @@ from torch import Tensor
 from mac_rag.bank.projection import ProjectedBank
 from mac_rag.data.types import Document
 from mac_rag.nn.bank_view import BankView
+from mac_rag.nn.prior import PriorKeys
 
 # With six, prior keys of a mixture are as near to their nearest neighbour as those of a real paragraph (cosine 0.26).
 _SOURCES = 6
@@ -62,7 +63,7 @@ class UnboundedBank:
         return self.view.documents
 
     @property
-    def prior_keys(self) -> Tensor | None:
+    def prior_keys(self) -> PriorKeys | None:
         return self.view.prior_keys
 
     @property

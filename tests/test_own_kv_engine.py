@@ -273,7 +273,7 @@ def test_of_a_long_document_the_parts_that_fit_the_question_come_first(model: Ow
 def chosen_keys(engine: MACEngine, question: str) -> list[int]:
     with reading(engine) as own:
         hits = own._prior.retrieve([question], 5)[0]
-        return [key for key, _ in own._own.chosen(own._candidates(question, own._biased(hits, True)))]
+        return [key for key, _ in own.model.chosen(own._candidates(question, own._biased(hits, True)))]
 
 
 def test_an_index_and_a_bank_change_together(model: OwnKVModel, tmp_path: Path) -> None:

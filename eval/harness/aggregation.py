@@ -107,7 +107,7 @@ def hierarchical_methods(
 ) -> Iterator[AggregationMethod]:
     """Figure 5 of the paper: attention to the whole bank in one softmax, streamed, and in subgroups of size M."""
     network, view = model.aggregation, _projected(model, bank)
-    entries = len(view.row_keys)
+    entries = view.documents
 
     def full(question: MemoryTokens) -> Tensor:
         phi: Tensor = network(question, model.project(bank.phi), attention=direct_attention)[0]

@@ -38,7 +38,7 @@ from mac_rag.bank.database import (
     exists,
     local_path,
 )
-from mac_rag.bank.directory import Directory, followed, index_crc, span
+from mac_rag.bank.directory import Directory, index_crc, span
 from mac_rag.bank.entries import Entry, NewEntry, Texts, described_members, new_entries
 from mac_rag.bank.interface import BankContents, Intent
 from mac_rag.bank.keys_file import KeysFile, read_keys_file, remove_keys_file, write_keys_file
@@ -584,11 +584,9 @@ class Contents:
             DamageError: when it is not what was written.
         """
         keys = self._now.keys
-        if keys is not None and first < len(self.row_keys):
-            prefix, _ = followed(keys.directory.row_keys, self.row_keys)
-            if first < prefix:
-                yield keys.summaries_of(self.row_keys[first:prefix])
-                first = prefix
+        if keys is not None and not first:
+            yield keys.summaries
+            first = len(keys.directory.row_keys)
         shape = self._state.settings.shape
         for start in range(first, len(self.row_keys), _SUMMARIES):
             wanted = self.row_keys[start : start + _SUMMARIES]

@@ -179,15 +179,8 @@ class Connection:
             except sqlite3.OperationalError as error:
                 self._connection.close()
                 # In a folder where nothing can be written, a log that is not there cannot be begun, nor is there one.
-                if (
-                    write
-                    or _size(path, WAL)
-                    or error.sqlite_errorcode & 0xFF
-                    not in (
-                        sqlite3.SQLITE_CANTOPEN,
-                        sqlite3.SQLITE_READONLY,
-                    )
-                ):
+                is_refused = error.sqlite_errorcode & 0xFF in (sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_READONLY)
+                if write or not is_refused or _size(path, WAL):
                     raise
                 self._connection = self._connect("ro&immutable=1")
                 self._configure(write)
@@ -443,10 +436,7 @@ class Database:
     @property
     def identity(self) -> tuple[int, int] | None:
         """What tells the file from another that took its name."""
-        with suppress(OSError):
-            status = self.path.stat()
-            return status.st_dev, status.st_ino
-        return None
+        return _identity(self.path)
 
     def close(self) -> None:
         """Closes all connections, those that are pinned once nobody holds them, and releases the right to write."""
@@ -628,8 +618,7 @@ class WriterLock:
 
 def _identity(path: Path) -> tuple[int, int] | None:
     """What tells a file from others that had its name, as long as it is open; None if there is none."""
-    try:
+    with suppress(OSError):
         status = path.stat()
-    except FileNotFoundError:
-        return None
-    return status.st_dev, status.st_ino
+        return status.st_dev, status.st_ino
+    return None

@@ -134,16 +134,21 @@ class Directory:
 
     def _taken(self, entries: Tensor) -> Directory:
         """That of some entries, by their places, in this order."""
-        documents = _spans(self.members, entries)
-        counts = torch.bincount(self.superseding, minlength=self.documents)
+        # Spans take longer than all else here, and most banks have one document an entry, which supersedes none.
+        documents = entries if self.documents == len(self.members) else _spans(self.members, entries)
+        superseded, superseding = self.superseded, self.superseding
+        if len(superseding):
+            counts = torch.bincount(superseding, minlength=self.documents)
+            superseded = superseded[_spans(counts, documents)]
+            superseding = torch.arange(len(documents)).repeat_interleave(counts[documents])
         return Directory(
             self.sequences[entries],
             self.rows[entries],
             self.members[entries],
             self.hashes[documents],
             self.dates[documents],
-            self.superseded[_spans(counts, documents)],
-            torch.arange(len(documents)).repeat_interleave(counts[documents]),
+            superseded,
+            superseding,
         )
 
     @property

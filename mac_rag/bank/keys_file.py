@@ -43,19 +43,6 @@ class KeysFile:
     directory: Directory
     summaries: Summaries
 
-    def summaries_of(self, row_keys: Tensor) -> Summaries:
-        """Those of consecutive rows of the file, by their keys."""
-        if len(row_keys) == len(self.directory.row_keys):
-            return self.summaries
-        first = int(torch.searchsorted(self.directory.row_keys, row_keys[0]))
-        rows = slice(first, first + len(row_keys))
-        counts = self.summaries.counts
-        start = int(counts[:first].sum())
-        places = slice(start, start + int(counts[rows].sum()))
-        return Summaries(
-            self.summaries.summaries[rows], counts[rows], self.summaries.places[places], self.summaries.weights[places]
-        )
-
 
 def keys_path(bank: Path) -> Path:
     """The file of the keys of a bank."""

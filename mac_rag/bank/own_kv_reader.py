@@ -10,18 +10,20 @@ from dataclasses import replace
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from mac_rag.bank.bank import Contents
 from mac_rag.bank.base_reader import Aggregated, Reader, share_odds
 from mac_rag.bank.database import PART_BITS
+from mac_rag.bank.directory import followed
 from mac_rag.bank.interface import BankContents
-from mac_rag.bank.sentence_keys import SentenceKeys
 from mac_rag.config import AttentionConfig
 from mac_rag.data.types import Document
 from mac_rag.errors import ConfigError
 from mac_rag.model import OwnKVModel, ReadRow, ReadRows
 from mac_rag.retrieval.base import Hit
 from mac_rag.retrieval.bm25 import BM25Retriever
+from mac_rag.retrieval.dense import Encoder, check_finite
 
 _ALIKE = 8  # documents among which one with the same text is looked for
 _BLANK_LINE = re.compile(r"\n\s*\n\s*")
@@ -33,6 +35,7 @@ _RANK_WEIGHT = 2.0
 # SQuAD among 1,170 paragraphs, the right one then comes first for 84.1 % (83.2 with 25), with one vector of the whole
 # row for 82.3 % at most, and by BM25 alone for 77.3 %. More parts of a row than two add no more than 0.4.
 _SENTENCE_WEIGHT = 35.0
+_QUESTIONS = 256  # questions whose vectors are kept
 
 
 class OwnKVReader(Reader):
@@ -48,6 +51,7 @@ class OwnKVReader(Reader):
         ConfigError: for an attention strategy other than `streaming`.
     """
 
+    model: OwnKVModel
     bank: Contents
     sees_some = True
 
@@ -58,7 +62,7 @@ class OwnKVReader(Reader):
                 "choose 'streaming'"
             )
         super().__init__(bank, config)
-        self.model = self._own = model
+        self.model = model
         self._prior = prior
         self._sentences = None if model.sentences is None else SentenceKeys(model.sentences, bank)
         self._kept: OrderedDict[int, Tensor] = OrderedDict()  # by key of a row: its decoded keys and values
@@ -101,11 +105,11 @@ class OwnKVReader(Reader):
         if unknown:
             found = self._probable([questions[place] for place in unknown], allowed)
             for place, scores in zip(unknown, found, strict=True):
-                seen[place] = [(name, self._own.config.bias_scale * score) for name, score in scores.items()]
+                seen[place] = [(name, self.model.config.bias_scale * score) for name, score in scores.items()]
         candidates = [list(self._candidates(*each)) for each in zip(questions, seen, strict=True)]
         # Of documents that somebody has chosen, none is left out for want of room: they are not in the prompt either.
         wanted = [0 if place in unknown else _one_row_each(rows) for place, rows in enumerate(candidates)]
-        chosen = [self._own.chosen(rows, wanted=room) for rows, room in zip(candidates, wanted, strict=True)]
+        chosen = [self.model.chosen(rows, wanted=room) for rows, room in zip(candidates, wanted, strict=True)]
         decoded = self._decoded([key for rows in chosen for key, _ in rows])
         phi = ReadRows([[ReadRow(decoded[key], bias) for key, bias in rows] for rows in chosen])
         unseen = [_unseen(*each) for each in zip(candidates, chosen, strict=True)]
@@ -118,7 +122,7 @@ class OwnKVReader(Reader):
         for row, scores in zip(best, self._probable(questions, allowed), strict=True):
             if scores:
                 found = torch.tensor(list(scores.values()))
-                share = (self._own.config.bias_scale * found).softmax(0).max()
+                share = (self.model.config.bias_scale * found).softmax(0).max()
                 row[0], row[1] = found.max(), share_odds(share) if len(found) > 1 else 0.0
         return best
 
@@ -181,7 +185,7 @@ class OwnKVReader(Reader):
 
     def _biased(self, hits: Sequence[Hit], scored: bool) -> list[tuple[str, float]]:
         """Id and bias of retrieved documents."""
-        scale = self._own.config.bias_scale
+        scale = self.model.config.bias_scale
         return [
             (hit.document_id, scale * hit.score if scored else -_RANK_WEIGHT * math.log(rank))
             for rank, hit in enumerate(hits, 1)
@@ -216,7 +220,7 @@ class OwnKVReader(Reader):
             own = rows.get(name, [])
             lower = self._below_best(question, name, own) if len(own) > 1 else [0.0]
             for key, less in zip(own, lower):
-                yield key, bias - self._own.config.bias_scale * less, tokens[key]
+                yield key, bias - self.model.config.bias_scale * less, tokens[key]
 
     def _below_best(self, question: str, name: str, keys: Sequence[int]) -> list[float]:
         """For each row of a long document, by how much the prior scores it lower than the best of them."""
@@ -224,7 +228,7 @@ class OwnKVReader(Reader):
         if known not in self._scores:
             [document] = self._prior.documents([name])
             parts = BM25Retriever()
-            parts.add([Document(str(place), text) for place, text in enumerate(self._own.chunks(document.text))])
+            parts.add([Document(str(place), text) for place, text in enumerate(self.model.chunks(document.text))])
             [scores] = parts.scores([question], [str(place) for place in range(len(parts))])
             if self._sentences is not None:
                 cosines = self._sentences.cosines(question, keys)
@@ -238,7 +242,7 @@ class OwnKVReader(Reader):
         """Keys and values of rows; those that are not kept are read and decoded."""
         missing = [key for key in dict.fromkeys(keys) if key not in self._kept]
         for key, codes in zip(missing, self.bank.codes(missing) if missing else (), strict=True):
-            self._kept[key] = self._own.decode(codes)
+            self._kept[key] = self.model.decode(codes)
         for key in keys:
             self._kept.move_to_end(key)
         found = {key: self._kept[key] for key in keys}
@@ -270,3 +274,67 @@ def _unseen(candidates: Sequence[tuple[int, float, int]], chosen: Sequence[tuple
     shares: list[float] = torch.tensor([bias for _, bias, _ in candidates]).softmax(0).tolist()
     seen = {key for key, _ in chosen}
     return sum(share for (key, _, _), share in zip(candidates, shares, strict=True) if key not in seen)
+
+
+class SentenceKeys:
+    """The part of the document prior that also finds rows that share no word with a question.
+
+    Args:
+        encoder: the encoder that made the summaries of the bank's rows: of each half of a row one vector.
+        bank: the bank, or a snapshot of it.
+    """
+
+    def __init__(self, encoder: Encoder, bank: Contents) -> None:
+        self.encoder = encoder
+        self._questions: OrderedDict[str, Tensor] = OrderedDict()
+        self._row_keys = torch.empty(0, dtype=torch.int64)
+        self._vectors = torch.empty(0, 2, encoder.width)  # [N, 2, P], of length 1: two halves of each row
+        self.follow(bank)
+
+    def follow(self, bank: Contents) -> None:
+        """Reads another state of the bank. Rows come in the order in which they were added, new ones last."""
+        self._bank = bank
+        if bank.row_keys is self._row_keys:
+            return
+        first, remains = followed(self._row_keys, bank.row_keys)
+        new = [functional.normalize(part.summaries.unflatten(1, (2, -1)), dim=-1) for part in bank.overview(first)]
+        self._vectors = torch.cat([self._vectors[remains], *new])
+        self._row_keys = bank.row_keys
+
+    def nearest(self, questions: Sequence[str], count: int, allowed: Container[str] | None) -> list[list[int]]:
+        """The keys of the rows with the highest cosines, for each question.
+
+        Args:
+            questions: texts.
+            count: number of rows for each question, or all if there are fewer.
+            allowed: ids of the documents that may be found; None for all.
+        """
+        rows = torch.arange(len(self._row_keys))
+        if allowed is not None:
+            rows = self._bank.visible_rows(allowed).nonzero()[:, 0]
+        vectors = self._vectors if allowed is None else self._vectors[rows]
+        cosines = (self._encoded(questions) @ vectors.flatten(0, 1).T).unflatten(1, (-1, 2)).amax(2)
+        best = cosines.topk(min(count, len(rows))).indices
+        found: list[list[int]] = self._row_keys[rows[best]].tolist()
+        return found
+
+    def cosines(self, question: str, row_keys: Sequence[int]) -> list[float]:
+        """The cosine of a question with the nearer half of each of some rows, by their keys."""
+        places = torch.searchsorted(self._row_keys, torch.tensor(row_keys, dtype=torch.int64))
+        cosines = self._vectors[places].double() @ self._encoded([question])[0].double()
+        nearer: list[float] = cosines.amax(1).tolist()
+        return nearer
+
+    def _encoded(self, questions: Sequence[str]) -> Tensor:
+        """Vectors of questions, `[B, P]`, of length 1."""
+        missing = [text for text in dict.fromkeys(questions) if text not in self._questions]
+        if missing:
+            vectors = self.encoder.questions(missing)
+            check_finite(vectors, [f"question {text!r}" for text in missing])
+            self._questions |= zip(missing, functional.normalize(torch.from_numpy(vectors)), strict=True)
+        found = torch.stack([self._questions[text] for text in questions])
+        for text in questions:
+            self._questions.move_to_end(text)
+        while len(self._questions) > _QUESTIONS:
+            self._questions.popitem(last=False)
+        return found

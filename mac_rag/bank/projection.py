@@ -34,7 +34,8 @@ class ProjectedBank:
     budget keeps those that were needed last; without one, rows are projected chunk by chunk, once per block and batch
     of questions. The keys of the document prior, and the norms that bound what a row can contribute, are always cached.
 
-    A view shows one version of the bank: after a change of the bank, call `refresh`.
+    A view shows one version of the bank: after a change of the bank, call `refresh`. Until then, whatever has to read
+    the bank raises BankError.
 
     Args:
         network: the aggregation network; its weights must not change while the view is in use.
@@ -128,33 +129,15 @@ class ProjectedBank:
         return len(self._row_keys)
 
     @property
-    def row_keys(self) -> Tensor:
-        """Keys of the bank's rows, int64 `[K]`."""
-        return self._row_keys
-
-    @property
-    def prior_keys(self) -> Tensor | None:
-        """Keys of the document prior `[K, d_prior]`; None without a document prior.
-
-        They are made at each access; nothing but a view without `compact_prior_keys` has need of them.
-        """
-        keys = self.compact_prior_keys
-        return None if keys is None else keys.take(torch.arange(len(keys), device=self.device))
-
-    @property
-    def compact_prior_keys(self) -> PriorKeys | None:
-        """The same without the zeros of lexical parts; None without a document prior."""
+    def prior_keys(self) -> PriorKeys | None:
+        """Keys of the document prior; None without a document prior."""
         if self._overview is None and self.network.prior is not None:
             return PriorKeys.of(torch.empty(0, 0, device=self.device), None)  # as one process of several may hold
         return None if self._overview is None else self._overview.prior_keys
 
     @property
     def dates(self) -> Tensor | None:
-        """When each row counts, int64 `[K]`; None for a network without a recency term, which does not ask.
-
-        Raises:
-            BankError: when the bank has changed since the last `refresh`.
-        """
+        """When each row counts, int64 `[K]`; None for a network without a recency term, which does not ask."""
         if self.network.recency is None:
             return None
         if self._dates is None:
@@ -163,11 +146,7 @@ class ProjectedBank:
         return self._dates
 
     def chunks(self, block: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """Keys and values `[H, k, T, d]` of consecutive rows for block number `block`.
-
-        Raises:
-            BankError: when the bank has changed since the last `refresh`.
-        """
+        """Keys and values `[H, k, T, d]` of consecutive rows for block number `block`."""
         self._check()
         if not self.documents:
             return
@@ -199,24 +178,12 @@ class ProjectedBank:
         return of_block
 
     def select(self, index: Tensor) -> SelectedRows:
-        """A view in which each question sees its own rows, numbered by `index` `[B, N]`, in that order.
-
-        Raises:
-            BankError: when the bank has changed since the last `refresh`.
-        """
+        """A view in which each question sees its own rows, numbered by `index` `[B, N]`, in that order."""
         self._check()
         return SelectedRows(self, index)
 
     def rows(self, block: int, index: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values `[H, n, T, d]` of some rows.
-
-        Args:
-            block: number of the block.
-            index: `[n]` on the CPU, row numbers.
-
-        Raises:
-            BankError: when the bank has changed since the last `refresh`.
-        """
+        """Keys and values `[H, n, T, d]` of the rows `index` `[n]`, a tensor on the CPU, in one block."""
         self._check()
         if len(index) > self._cache.capacity:
             (projected,) = self._project(self._take(index), [self._blocks[block]])
@@ -250,7 +217,7 @@ class SelectedRows:
     @property
     def prior_keys(self) -> Tensor | None:
         """Keys of the document prior `[B, N, d_prior]`; None without a document prior."""
-        keys = self._bank.compact_prior_keys
+        keys = self._bank.prior_keys
         if keys is None:
             return None
         chosen: Tensor = keys.take(self._index.flatten().to(keys.dense.device)).unflatten(0, self._index.shape)

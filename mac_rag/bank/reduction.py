@@ -84,9 +84,7 @@ class BoundedBank:
         So do entries that others have put since, in their order, before these documents.
 
         Args:
-            documents: see `MemoryBank.put`.
-            phi: see `MemoryBank.put`.
-            rows: see `MemoryBank.put`.
+            documents, phi, rows: see `MemoryBank.put`.
             summaries: `[N, S]`, those of all rows, for a bank of codes that has any.
 
         Returns:

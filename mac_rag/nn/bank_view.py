@@ -22,8 +22,8 @@ class BankRows(Protocol):
     """
 
     @property
-    def prior_keys(self) -> Tensor | None:
-        """Keys of the document prior, `[K, d_prior]` or `[G, K, d_prior]`; None without a prior."""
+    def prior_keys(self) -> Tensor | PriorKeys | None:
+        """The rows' keys of the document prior, as a tensor `[K, d_prior]` or `[G, K, d_prior]`; None without one."""
 
     @property
     def dates(self) -> Tensor | None:
@@ -55,10 +55,6 @@ class BoundedView(BankView, Protocol):
     def row_tokens(self) -> int:
         """T, number of tokens of a row."""
 
-    @property
-    def compact_prior_keys(self) -> PriorKeys | None:
-        """`prior_keys` without the zeros of their lexical parts."""
-
     def longest(self, block: int) -> Tensor:
         """The largest norm of each row's keys, `[H, K]`."""
 
@@ -69,7 +65,7 @@ class BoundedView(BankView, Protocol):
         """Keys and values `[H, n, T, d]` of the rows `index` `[n]`, a tensor on the CPU."""
 
 
-# `isinstance` with a protocol would compute each of its properties, even prior keys with all their zeros.
+# `isinstance` with a protocol would compute each of its properties.
 def is_view(bank: BankRows) -> TypeGuard[BankView]:
     """True if rows can be chosen from a bank."""
     return hasattr(type(bank), "select")
@@ -77,7 +73,7 @@ def is_view(bank: BankRows) -> TypeGuard[BankView]:
 
 def is_bounded(bank: BankRows) -> TypeGuard[BoundedView]:
     """True if a bank bounds what each row can contribute."""
-    return hasattr(type(bank), "compact_prior_keys")
+    return hasattr(type(bank), "longest")
 
 
 @dataclass(frozen=True)
@@ -119,12 +115,12 @@ class BankProjection:
 
 
 def prior_keys(bank: BankRows) -> Tensor | PriorKeys:
-    """The rows' keys of the document prior, in the form that takes the least memory.
+    """The rows' keys of the document prior.
 
     Raises:
         ValueError: for rows without prior keys.
     """
-    keys = bank.compact_prior_keys if is_bounded(bank) else bank.prior_keys
+    keys = bank.prior_keys
     if keys is None:
         raise ValueError("this view of a bank has no prior keys, which the network's document prior needs")
     return keys
