@@ -20,10 +20,6 @@ class ModelLoadError(MACError):
     """A model or checkpoint that cannot be loaded: unknown name, wrong architecture, truncated or wrong weights."""
 
 
-class NotFetchedError(ModelLoadError):
-    """An LM that `mac-rag fetch` brings and that is not on this machine."""
-
-
 class InstructionError(MACError):
     """A request that needs an LM which follows instructions, made to a checkpoint that follows none."""
 

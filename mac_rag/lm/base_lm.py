@@ -431,11 +431,12 @@ class BaseLM(nn.Module):
     def _abstaining(self, prompt_length: int) -> AbstainByMajority | None:
         """Decides when the LM may abstain after padded prompts of this length; None if it has not learned to.
 
-        None for a chat, too, where answers begin in as few ways as abstentions.
+        In a chat, the first token decides. Few answers of an LM that has learned to abstain begin as an abstention
+        does, with "I", and those may begin with another word unless they are more probable than all others together.
         """
-        if self.abstention is None or self.prompts.format.chat:
+        if self.abstention is None:
             return None
-        return AbstainByMajority(self.abstention, prompt_length)
+        return AbstainByMajority(self.abstention[:1] if self.prompts.format.chat else self.abstention, prompt_length)
 
     @cached_property
     def abstention(self) -> list[int] | None:

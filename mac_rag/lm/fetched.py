@@ -18,7 +18,7 @@ from zipfile import ZipFile
 from filelock import FileLock
 
 from mac_rag.atomic_files import write_folder
-from mac_rag.errors import ModelLoadError, NotFetchedError
+from mac_rag.errors import ModelLoadError
 
 CACHE_VARIABLE = "MAC_RAG_CACHE"
 
@@ -88,8 +88,7 @@ def exact_revision(name: str, revision: str | None) -> str | None:
     """The revision that identifies an LM's weights if its name is in the table; otherwise `revision` unchanged.
 
     Raises:
-        ModelLoadError: for another revision than that in the table.
-        NotFetchedError: if the LM is not on this machine.
+        ModelLoadError: for another revision than that in the table, and if the LM is not on this machine.
     """
     if name not in FETCHABLE:
         return revision
@@ -97,7 +96,7 @@ def exact_revision(name: str, revision: str | None) -> str | None:
     if revision not in (None, own):
         raise ModelLoadError(f"{name} has no revision {revision!r}; leave it out, or set it to {own}")
     if not lm_folder(name).is_dir():
-        raise NotFetchedError(f"{name} has not been fetched; run: mac-rag fetch {name}")
+        raise ModelLoadError(f"{name} has not been fetched; run: mac-rag fetch {name}")
     return own
 
 

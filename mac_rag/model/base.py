@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from mac_rag.config import BaseLMConfig, Config, ExtractiveConfig, PromptFormat
 from mac_rag.data.characters import fault_of, shown
 from mac_rag.data.types import Decoded, Document
-from mac_rag.errors import ConfigError, DocumentError, ModelLoadError, NotFetchedError, PromptError
+from mac_rag.errors import ConfigError, DocumentError, ModelLoadError, PromptError
 from mac_rag.lm.base_lm import BaseLM
 from mac_rag.lm.batching import length_buckets
 from mac_rag.lm.chat import ChatPromptEncoder, Message
@@ -26,7 +26,6 @@ from mac_rag.lm.prompt import FittedPrompt
 from mac_rag.model import checkpoint
 from mac_rag.model.calibration import Calibration, read_calibration
 from mac_rag.nn.modulation import Modulation
-from mac_rag.shipped_models import FINGERPRINTS
 
 # Tokens of documents that a model reads at a time, padding included.
 BATCH_TOKENS = 8192
@@ -146,9 +145,8 @@ class MACModel(nn.Module, ABC):
         Raises:
             ConfigError: for a device that is not there, or arguments that contradict each other.
             ModelLoadError: if there is no model of that name, or its files are truncated or have another format or
-                architecture, where the message lists the weights that differ; and for a kind of model that is unknown,
-                or is not this class.
-            NotFetchedError: if `mac-rag fetch` has yet to bring its LM.
+                architecture, where the message lists the weights that differ; for a kind of model that is unknown, or
+                is not this class; and if `mac-rag fetch` has yet to bring its LM.
         """
         spread = DeviceMap.of(device_map, max_memory, device)
         folder = checkpoint.find(name_or_path, revision)
@@ -164,14 +162,7 @@ class MACModel(nn.Module, ABC):
             if not issubclass(chosen, cls):
                 needed = " or ".join(repr(each.kind) for each in _kinds_of(cls))
                 raise ModelLoadError(f"{folder} holds a model of the kind {kind!r}, but {needed} is needed")
-            try:
-                model = chosen._load(folder, place, spread)
-            except NotFetchedError as error:
-                if str(name_or_path) not in FINGERPRINTS:
-                    raise
-                raise NotFetchedError(
-                    f"{name_or_path}: {error}, or take a model that is complete, such as mac-tiny (--model mac-tiny)"
-                ) from None
+            model = chosen._load(folder, place, spread)
             model.calibration = read_calibration(folder)
         return model.eval()
 

@@ -38,8 +38,7 @@ def with_exact_revisions(config: MACConfig) -> MACConfig:
     An exact revision is a commit on the Hub, or package and version of a fetched LM.
 
     Raises:
-        ModelLoadError: for a fetched LM of another revision.
-        NotFetchedError: for an LM that has not been fetched.
+        ModelLoadError: for an LM that has not been fetched, or another revision of one that has.
     """
 
     def exact(part: Any) -> Any:

