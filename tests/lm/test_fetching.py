@@ -19,14 +19,11 @@ from typer.testing import CliRunner
 
 from mac_rag.cli.main import app
 from mac_rag.config import BaseLMConfig, EncoderConfig, MACConfig
-from mac_rag.data.types import Document
-from mac_rag.engine import MACEngine
 from mac_rag.errors import ModelLoadError
 from mac_rag.lm import fetched
 from mac_rag.lm.fetched import CACHE_VARIABLE, FetchableLM, fetch, lm_folder
 from mac_rag.lm.loading import load_causal_lm, load_tokenizer
-from mac_rag.model import MACModel, checkpoint
-from mac_rag.shipped_models import FINGERPRINTS, shipped_name
+from mac_rag.model import MACModel
 from tests.helpers import Folder, built, mac_config, reloaded
 from tests.lm.helpers import save_gguf
 
@@ -182,24 +179,6 @@ class TestCheckpoints:
         shutil.rmtree(lm_folder("tiny"))
         with pytest.raises(ModelLoadError, match="run: mac-rag fetch tiny"):
             MACModel.from_pretrained(tmp_path / "mac", device="cpu")
-
-    def test_a_shipped_model_around_it_is_loaded_by_its_name(
-        self, source: Source, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        source.fetch()
-        made = MACModel.around("tiny", compression=None, sentence_encoder=None, device="cpu")
-        made.save_pretrained(tmp_path / "mac-new")
-        monkeypatch.setattr(checkpoint, "SHIPPED", tmp_path)
-        monkeypatch.setitem(FINGERPRINTS, "mac-new", made.fingerprint)
-        engine = MACEngine("mac-new")
-        assert engine.adapt([Document("may", "The port of Riga was closed in May.")]).added == 1
-        assert shipped_name(engine.bank.fingerprint) == "mac-new"
-        shutil.rmtree(lm_folder("tiny"))
-        with pytest.raises(
-            ModelLoadError,
-            match=r"^mac-new: tiny has not been fetched; run: mac-rag fetch tiny, or .*--model mac-tiny",
-        ):
-            MACEngine("mac-new")
 
     def test_encoders_and_tokenizers_take_the_name_too(self, source: Source, model_folder: Folder) -> None:
         source.fetch()
