@@ -491,7 +491,7 @@ class OwnKVConfig(Config):
 
     Examples:
         >>> OwnKVConfig(base_lm=BaseLMConfig(name="HuggingFaceTB/SmolLM2-135M-Instruct"), lm_digest="").memory_tokens
-        2048
+        1024
 
     Attributes:
         base_lm: the LM.
@@ -522,7 +522,7 @@ class OwnKVConfig(Config):
     sentence_encoder: str | None = None
     bias_scale: float = Field(0.5, ge=0)
     max_document_tokens: int = Field(1024, ge=8)
-    memory_tokens: int = Field(2048, ge=8)
+    memory_tokens: int = Field(1024, ge=8)
     max_new_tokens: int = Field(64, ge=1)
     context_window: int | None = Field(None, ge=1)
     languages: Languages = Field(None, min_length=1)
