@@ -685,7 +685,7 @@ class MACEngine:
             retriever = self.retriever
             yield None if retriever is None else ConsistentRetrieval(retriever, self._shared, self._seen, changes)
         finally:
-            self._seen.release()  # a bank's log grows as long as somebody reads an old commit
+            seen.release()  # a bank's log grows as long as somebody reads an old commit
 
 
 def _queue_of(model: MACModel) -> BatchingQueue:
