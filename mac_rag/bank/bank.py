@@ -1351,8 +1351,8 @@ class MemoryBank(Contents):
     def _write_keys_file(self) -> None:
         """Writes the derived file of a large bank, if much has come since it was written."""
         state = self._committed
-        rows = len(state.directory.row_keys)
-        known = 0 if state.keys is None or state.keys.is_damaged else len(state.keys.directory.row_keys)
+        rows = int(state.directory.rows.sum())
+        known = 0 if state.keys is None or state.keys.is_damaged else int(state.keys.directory.rows.sum())
         if rows < _MANY_ROWS or self.connection.in_transaction or rows - known < rows // 10 or self._database is None:
             return
         with suppress(BankError, OSError):  # it is a convenience
