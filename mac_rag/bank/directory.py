@@ -157,8 +157,11 @@ class Directory:
             superseded = superseded[_spans(counts, documents)]
             superseding = torch.arange(len(documents)).repeat_interleave(counts[documents])
         return Directory(
-            *(column.index_select(0, entries) for column in (self.sequences, self.rows, self.members)),
-            *(column.index_select(0, documents) for column in (self.hashes, self.dates)),
+            self.sequences.index_select(0, entries),  # in a third of the time of `[entries]`
+            self.rows.index_select(0, entries),
+            self.members.index_select(0, entries),
+            self.hashes.index_select(0, documents),
+            self.dates.index_select(0, documents),
             superseded,
             superseding,
         )
