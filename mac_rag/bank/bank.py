@@ -584,8 +584,9 @@ class Contents:
             DamageError: when it is not what was written.
         """
         keys = self._now.keys
-        if keys is not None and not first:
-            yield keys.summaries
+        summaries = None if keys is None or first else keys.summaries
+        if keys is not None and summaries is not None:
+            yield summaries
             first = len(keys.directory.row_keys)
         shape = self._state.settings.shape
         for start in range(first, len(self.row_keys), _SUMMARIES):
@@ -1350,8 +1351,8 @@ class MemoryBank(Contents):
     def _write_keys_file(self) -> None:
         """Writes the derived file of a large bank, if much has come since it was written."""
         state = self._committed
-        rows = len(state.directory.row_keys)
-        known = 0 if state.keys is None else len(state.keys.directory.row_keys)
+        rows = int(state.directory.rows.sum())
+        known = 0 if state.keys is None or state.keys.is_damaged else int(state.keys.directory.rows.sum())
         if rows < _MANY_ROWS or self.connection.in_transaction or rows - known < rows // 10 or self._database is None:
             return
         with suppress(BankError, OSError):  # it is a convenience
@@ -1453,9 +1454,9 @@ def _read_state(link: Connection, former: State | None) -> State:
         version, directory, keys = former.settings.version, former.directory, former.keys
     else:
         keys = read_keys_file(link.path)
-        if keys is not None and not is_known(keys.version, keys.writer):
+        if keys is not None and not is_known(*keys.commit):
             keys = None
-        version, directory = (settings.version, Directory.of([])) if keys is None else (keys.version, keys.directory)
+        version, directory = (settings.version, Directory.of([])) if keys is None else (keys.commit[0], keys.directory)
     changed = {one for (one,) in link.rows("SELECT DISTINCT entry FROM change WHERE version > ?", (version,))}
     directory = _checked_directory(link, directory.updated(link, changed), settings)
     return State(settings, directory, _read_quantizer(link, settings), writer, None if changed else keys)

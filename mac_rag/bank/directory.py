@@ -62,8 +62,9 @@ class Directory:
             [id_hash(member.document_id) for member in members],
             [member.moment for member in members],
         )
-        superseded = [list(map(id_hash, member.supersedes)) for member in members]
-        return cls(*[*(torch.tensor(column, dtype=torch.long) for column in columns), *_superseded(superseded)])
+        superseded = [[id_hash(name), place] for place, member in enumerate(members) for name in member.supersedes]
+        tensors = [torch.tensor(column, dtype=torch.long) for column in columns]
+        return cls(*tensors, *torch.tensor(superseded, dtype=torch.long).view(-1, 2).T)
 
     @classmethod
     def read(cls, connection: Connection, spans: Iterable[tuple[int, int]] = ((_FIRST_KEY, _LAST_KEY),)) -> Directory:
@@ -78,9 +79,12 @@ class Directory:
         """
         found = [row for span in spans for row in connection.rows(_DOCUMENTS, span)]
         try:
-            if any(index_crc(*numbers, data=data) != crc for *numbers, data, crc in found):
+            *numbers, data, crcs = zip(*found) if found else [()] * 6
+            columns = np.array(numbers, dtype=np.int64)
+            # `index_crc` of each, of numbers that are packed all at once.
+            packed = struct.iter_unpack("32s", columns.T.astype("<i8").tobytes())
+            if any(zlib.crc32(one, zlib.crc32(own)) != crc for (own,), one, crc in zip(packed, data, crcs)):
                 raise ValueError("the checksum of a document's date and hash differs")
-            columns = np.array([row[:4] for row in found], dtype=np.int64).reshape(-1, 4).T.copy()
             keys, rows_of_each, hashes, dates = map(torch.from_numpy, columns)
             sequences, members = (keys >> PART_BITS).unique_consecutive(return_counts=True)
             rows = rows_of_each[members.cumsum(0) - members]
@@ -92,8 +96,12 @@ class Directory:
                 raise ValueError("an entry has a number of rows that no entry has")
             if len(rows) and not 0 <= sequences[0] <= sequences[-1] < SEQUENCES:
                 raise ValueError("an entry has a number that no entry has")
-            superseded = [np.frombuffer(row[4], dtype="<i8").tolist() for row in found]
-            return cls(sequences, rows, members, hashes, dates, *_superseded(superseded))
+            sizes = torch.tensor(list(map(len, data)), dtype=torch.long)
+            if (sizes % 8).any():
+                raise ValueError("a document supersedes a part of a hash")
+            superseded = torch.from_numpy(np.frombuffer(b"".join(data), dtype="<i8").astype(np.int64))
+            superseding = torch.arange(len(found)).repeat_interleave(sizes // 8)
+            return cls(sequences, rows, members, hashes, dates, superseded, superseding)
         except (ValueError, TypeError, OverflowError, RuntimeError, struct.error) as error:
             raise DamageError(f"{connection.path} is damaged: {error}; restore it from a backup") from error
 
@@ -121,8 +129,10 @@ class Directory:
 
     def joined(self, other: Directory) -> Directory:
         """This one, and the entries of another among them."""
+        if not len(self.sequences) or not len(other.sequences):
+            return self if len(self.sequences) else other
         both = Directory.cat([self, other])
-        if not len(self.sequences) or not len(other.sequences) or self.sequences[-1] < other.sequences[0]:
+        if self.sequences[-1] < other.sequences[0]:
             return both
         return both._taken(both.sequences.argsort())
 
@@ -130,7 +140,12 @@ class Directory:
         """The entries but some."""
         if not sequences:
             return self
-        return self._taken((~torch.isin(self.sequences, torch.tensor(list(sequences)))).nonzero()[:, 0])
+        numbers = torch.tensor(sorted(sequences))
+        places = torch.searchsorted(self.sequences, numbers)
+        is_held = torch.searchsorted(self.sequences, numbers, right=True) > places
+        kept = torch.ones(len(self.sequences), dtype=torch.bool)
+        kept[places[is_held]] = False
+        return self._taken(kept.nonzero()[:, 0])
 
     def _taken(self, entries: Tensor) -> Directory:
         """That of some entries, by their places, in this order."""
@@ -142,11 +157,11 @@ class Directory:
             superseded = superseded[_spans(counts, documents)]
             superseding = torch.arange(len(documents)).repeat_interleave(counts[documents])
         return Directory(
-            self.sequences[entries],
-            self.rows[entries],
-            self.members[entries],
-            self.hashes[documents],
-            self.dates[documents],
+            self.sequences.index_select(0, entries),  # in a third of the time of `[entries]`
+            self.rows.index_select(0, entries),
+            self.members.index_select(0, entries),
+            self.hashes.index_select(0, documents),
+            self.dates.index_select(0, documents),
             superseded,
             superseding,
         )
@@ -178,13 +193,6 @@ class Directory:
         """The different hashes, ascending, and for each document the place of its hash among them."""
         found: tuple[Tensor, Tensor] = self.hashes.unique(return_inverse=True)
         return found
-
-
-def _superseded(hashes: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
-    """`superseded` and `superseding` of a directory, from what each document supersedes."""
-    counts = torch.tensor(list(map(len, hashes)), dtype=torch.long)
-    flat = torch.tensor([one for each in hashes for one in each], dtype=torch.long)
-    return flat, torch.arange(len(counts)).repeat_interleave(counts)
 
 
 def _spans(counts: Tensor, places: Tensor) -> Tensor:

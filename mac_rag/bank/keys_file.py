@@ -10,7 +10,8 @@ from __future__ import annotations
 import json
 import zlib
 from contextlib import suppress
-from dataclasses import dataclass, fields
+from dataclasses import fields
+from functools import cached_property
 from pathlib import Path
 
 import torch
@@ -24,24 +25,38 @@ from mac_rag.bank.rows import Summaries
 from mac_rag.nn.prior import postings_of
 
 _DIRECTORY = tuple(field.name for field in fields(Directory))
-_COLUMNS = (*_DIRECTORY, *Summaries._fields[:-1], "posting_ends", "posting_rows", "posting_weights")
+_SUMMARIES = (*Summaries._fields[:-1], "posting_ends", "posting_rows", "posting_weights")
 
 
-@dataclass(frozen=True)
 class KeysFile:
     """The keys of a bank at one commit.
 
-    Attributes:
-        version: number of the commit.
-        writer: name of its writer.
+    Args:
+        commit: number of the commit, and its writer.
         directory: the entries.
-        summaries: what is read of every row at once.
+        columns: what is read of every row, as it is in the file, by the names `_SUMMARIES`.
+        crc: the checksum of these columns, which is not compared before they are needed: there are many of them.
+
+    Attributes:
+        commit: see above.
+        directory: see above.
+        is_damaged: True once the columns have turned out not to be what was written.
     """
 
-    version: int
-    writer: str
-    directory: Directory
-    summaries: Summaries
+    def __init__(self, commit: tuple[int, str], directory: Directory, columns: dict[str, Tensor], crc: int) -> None:
+        self.commit, self.directory = commit, directory
+        self.is_damaged = False
+        self._columns, self._crc = columns, crc
+
+    @cached_property
+    def summaries(self) -> Summaries | None:
+        """What is read of every row at once; None if it is not what was written."""
+        if _crc(self._columns, self.commit) != self._crc:
+            self.is_damaged = True
+            return None
+        summaries, counts, places, weights, *postings = self._columns.values()
+        ends, rows, posting_weights = postings
+        return Summaries(summaries, counts, places.int(), weights, (ends, rows, posting_weights))
 
 
 def keys_path(bank: Path) -> Path:
@@ -64,19 +79,16 @@ def write_keys_file(
     Raises:
         OSError: when the file cannot be written.
     """
-    tensors = (
-        *(getattr(directory, name) for name in _DIRECTORY),
-        *summaries[:-1],
-        *postings_of(*summaries[1:-1], lexical_width),
-    )
-    columns = {name: tensor.contiguous() for name, tensor in zip(_COLUMNS, tensors, strict=True)}
+    listed = {name: getattr(directory, name) for name in _DIRECTORY}
+    postings = postings_of(*summaries[1:-1], lexical_width)
+    columns = {name: one.contiguous() for name, one in zip(_SUMMARIES, (*summaries[:-1], *postings), strict=True)}
     if lexical_width <= 1 << 16:
         columns["places"] = columns["places"].to(torch.uint16)
-    about = {"version": commit[0], "writer": commit[1], "crc": _crc(columns, commit)}
+    about = {"commit": commit, "directory": _crc(listed, commit), "summaries": _crc(columns, commit)}
     path = keys_path(bank)
     unfinished = path.with_name(path.name + UNFINISHED)
     try:
-        save_file(columns, unfinished, {"bank": json.dumps(about)})
+        save_file({**listed, **columns}, unfinished, {"bank": json.dumps(about)})
         unfinished.chmod(0o600)
         unfinished.replace(path)
     except SafetensorError as error:
@@ -86,19 +98,17 @@ def write_keys_file(
 
 
 def read_keys_file(bank: Path) -> KeysFile | None:
-    """The keys beside a bank; None if there are none, or they are not what was written."""
+    """The keys beside a bank; None if there are none, or the entries are not what was written."""
     try:
         with safe_open(keys_path(bank), framework="pt") as file:
             about = json.loads(file.metadata()["bank"])
-            columns = {name: file.get_tensor(name) for name in _COLUMNS}
-        version, writer = about["version"], about["writer"]
-        if _crc(columns, (version, writer)) != about["crc"] or not isinstance(version, int):
+            listed, columns = ({name: file.get_tensor(name) for name in names} for names in (_DIRECTORY, _SUMMARIES))
+        version, writer = about["commit"]
+        if _crc(listed, (version, writer)) != about["directory"] or not isinstance(version, int):
             return None
+        return KeysFile((version, writer), Directory(**listed), columns, about["summaries"])
     except (OSError, SafetensorError, ValueError, KeyError, TypeError, RuntimeError):
         return None
-    *listed, summaries, counts, places, weights, ends, posting_rows, posting_weights = columns.values()
-    postings = ends, posting_rows, posting_weights
-    return KeysFile(version, writer, Directory(*listed), Summaries(summaries, counts, places.int(), weights, postings))
 
 
 def remove_keys_file(bank: Path) -> None:

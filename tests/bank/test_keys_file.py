@@ -182,5 +182,17 @@ def test_a_damaged_one_is_not_used(data: st.DataObject) -> None:
         new = data.draw(st.binary(min_size=stop - start, max_size=stop - start) | st.binary(max_size=4))
         keys_path(bank).write_bytes(written[:start] + new + written[stop:])
         found = read_keys_file(bank)
-        assert found is None or found.writer in bank.read_bytes().decode("latin1")
+        assert found is None or found.commit[1] in bank.read_bytes().decode("latin1")
         assert read(bank) == expected
+
+
+def test_a_damaged_one_is_written_again_by_a_writer_that_needed_it(folder: Path) -> None:
+    bank = made(folder / "bank")
+    written = keys_path(bank).read_bytes()
+    last = keys_path(bank).stat().st_size - 1
+    keys_path(bank).write_bytes(written[:last] + bytes([written[last] ^ 1]))
+    assert not is_used(bank)
+    with MemoryBank.open(bank, write=True) as opened:
+        assert seen(opened) == read_without(bank)
+    assert keys_path(bank).read_bytes() == written
+    assert is_used(bank)
