@@ -144,7 +144,7 @@ def _restore(folder: Path, model: MACModel) -> None:
 
 def _command(folder: Path, model: MACModel) -> None:
     arguments = ["adapt", str(folder / "rows.jsonl"), "--bank", str(folder / "bank")]
-    arguments += ["--retriever", "bm25"]  # whose index is in the bank's file
+    arguments += ["--retriever", "bm25", "--model", "patched"]  # the index of BM25 is in the bank's file
     with patch.object(MACModel, "from_pretrained", lambda *_, **__: model):
         if _COMMAND.main(arguments, standalone_mode=False):  # the exit code of Ctrl-C
             raise KeyboardInterrupt
