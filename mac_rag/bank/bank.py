@@ -774,7 +774,7 @@ class MemoryBank(Contents):
         bank = cls._of(Database.open(local_path(path), write=write))
         try:
             bank.check_model(bank.fingerprint if fingerprint is None else fingerprint)
-        except FingerprintError:
+        except BaseException:
             bank.close()
             raise
         return bank
@@ -1414,7 +1414,8 @@ class MemoryBank(Contents):
 
         A bank in memory stays as it is.
         """
-        if self._database is None or self._database.is_temporary:
+        database = self._database
+        if database is None or database.is_temporary:
             return
         try:
             if self.writable:
@@ -1423,9 +1424,8 @@ class MemoryBank(Contents):
                     self._clean()
                 self._write_keys_file()
         finally:
-            self._pin = self._latest = None
-            self._database.close()
-            self._database = None
+            self._database = self._pin = self._latest = None
+            database.close()
 
     def __enter__(self) -> MemoryBank:
         return self

@@ -27,7 +27,7 @@ import tempfile
 import threading
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -440,12 +440,13 @@ class Database:
 
     def close(self) -> None:
         """Closes all connections, those that are pinned once nobody holds them, and releases the right to write."""
-        if self.writer is not None:
-            self.writer.end()
-            self.writer.close()
-        self._idle.close()
-        if self.lock is not None:
-            self.lock.release()
+        with ExitStack() as stack:  # an interrupt in one step leaves the others to be done
+            if self.lock is not None:
+                stack.callback(self.lock.release)
+            stack.callback(self._idle.close)
+            if self.writer is not None:
+                stack.callback(self.writer.close)
+                self.writer.end()
 
 
 class Pin:
@@ -485,8 +486,9 @@ class _Idle:
     def close(self) -> None:
         """Closes them, and those that come back later."""
         self._is_closed = True
-        while connection := self.take():
-            connection.close()
+        with ExitStack() as stack:
+            while connection := self.take():
+                stack.callback(connection.close)
 
 
 def check_format(connection: Connection) -> None:
@@ -570,12 +572,18 @@ class WriterLock:
                 if self._file is not None and self._file == before:
                     break
                 self._lock.release()  # its file has come or gone meanwhile, so another may be locked
+            self._sign()
         except Timeout:
             raise BankError(
                 f"{path} is open for writing in {self._holder()}; wait until it is done, or close the bank there"
             ) from None
         except OSError as error:
             raise BankError(f"{path} cannot be written to: {error.strerror or error}") from error
+        except BaseException:
+            self._lock.release()
+            raise
+
+    def _sign(self) -> None:
         with suppress(OSError), open(self._path, "r+b", opener=private) as file:
             since = datetime.now(UTC).isoformat(timespec="seconds")
             file.write(f"process {self._process} since {since}\n".encode())
@@ -610,10 +618,12 @@ class WriterLock:
     def release(self) -> None:
         """Releases the lock. A second call does nothing, nor does one in a process that was forked from the holder."""
         if os.getpid() == self._process and self._lock.is_locked:
-            with suppress(OSError):
-                if _identity(self._path) == self._file:
-                    self._path.unlink()
-            self._lock.release()
+            try:
+                with suppress(OSError):
+                    if _identity(self._path) == self._file:
+                        self._path.unlink()
+            finally:
+                self._lock.release()
 
 
 def _identity(path: Path) -> tuple[int, int] | None:

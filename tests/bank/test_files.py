@@ -7,7 +7,7 @@ import os
 import sqlite3
 import stat
 from collections.abc import Callable, Iterator
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -55,6 +55,38 @@ def test_one_writer_at_a_time(path: Path) -> None:
         MemoryBank.open(path, write=True, fingerprint="beef")
     MemoryBank.open(path, write=True).close()
     assert not lock.exists()
+
+
+@pytest.mark.parametrize("step", ["_identity", "Connection.end", "Connection.close", "Path.unlink"])
+@pytest.mark.parametrize("number", [0, 1])
+def test_an_interrupted_opening_or_closing_frees_the_lock(
+    path: Path, step: str, number: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made(path, "a").close()
+    owner, _, name = ("database." + step).rpartition(".")
+    place = {"database": database, "database.Connection": database.Connection, "database.Path": Path}[owner]
+    act, calls = getattr(place, name), 0
+
+    def interrupted(*arguments: Any, **options: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        found = act(*arguments, **options)
+        if calls == first + number:
+            raise KeyboardInterrupt
+        return found
+
+    monkeypatch.setattr(place, name, interrupted)
+    first = -9
+    with MemoryBank.open(path, write=True) as bank:
+        assert len(bank.snapshot()) == 1  # a second connection
+        first = calls + 1
+        with suppress(KeyboardInterrupt):
+            bank.close()
+    first = calls + 1
+    with suppress(KeyboardInterrupt):
+        MemoryBank.open(path, write=True).close()
+    first = -9
+    MemoryBank.open(path, write=True).close()
 
 
 def test_a_bank_for_reading_cannot_be_changed(path: Path) -> None:
