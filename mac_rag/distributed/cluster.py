@@ -35,7 +35,7 @@ def connected_ray() -> ModuleType:
         return ray
     if not address:
         os.environ.pop("RAY_AUTH_MODE", None)  # then `ray.init` asks for tokens
-        os.environ["RAY_AUTH_TOKEN"] = token_hex(32)
+        os.environ.setdefault("RAY_AUTH_TOKEN", token_hex(32))  # Ray keeps a process's first one, also for later starts
     elif not any(os.environ.get(name) for name in _AUTHENTICATION):
         raise ConfigError(
             f"RAY_ADDRESS={address} names no token, and who reaches a cluster without tokens runs code on all of its "

@@ -30,3 +30,11 @@ def test_a_cluster_is_not_joined_without_a_token(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setenv("RAY_AUTH_TOKEN", "a token")
     connected_ray()
     assert asked == ["192.0.2.7:6379"]
+
+
+@pytest.mark.slow
+def test_ray_starts_again_in_a_process_that_has_stopped_it() -> None:
+    for _ in range(2):
+        ray = connected_ray()
+        assert ray.get(ray.put("a value")) == "a value"
+        ray.shutdown()
