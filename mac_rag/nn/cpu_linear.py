@@ -45,6 +45,7 @@ class PackedBF16Linear(nn.Linear):
         weight = self.weight
         if (
             torch.is_grad_enabled()
+            or torch.compiler.is_compiling()
             or not (input.device.type == weight.device.type == "cpu")
             or not (input.dtype == weight.dtype == torch.bfloat16)
             or not input.numel()
