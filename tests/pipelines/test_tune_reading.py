@@ -107,11 +107,6 @@ class TestPacks:
             hits = {hit.document_id: hit.score for hit in retriever.retrieve([question.question], 40)[0]}
             assert scores == [hits.get(document.id, 0.0) for document in pack.documents]
 
-    def test_packs_depend_on_the_seed_alone(self, data: QADataset) -> None:
-        maker = PackMaker(PackConfig(absent=0.3), data, ABSTENTION)
-        packs = [maker.make(data.questions[7], random.Random(4)) for _ in range(2)]
-        assert packs[0] == packs[1]
-
     def test_a_question_without_an_answer_is_refused(self, data: QADataset) -> None:
         blank = QADataset("own", "train", data.documents, (Question("q9", "Who?", (), data.documents[0].id),))
         with pytest.raises(DataError, match=r"question 'q9' of own, train has no answer.*self_study"):
