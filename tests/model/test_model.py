@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from mac_rag.config import AggregationConfig, BaseLMConfig, MACConfig, ModulationConfig
 from mac_rag.data.newswire.generate import generate
-from mac_rag.errors import ConfigError, DocumentError, MACError, ModelLoadError
+from mac_rag.errors import BankError, ConfigError, DocumentError, MACError, ModelLoadError
 from mac_rag.lm.loading import load_first_layers
 from mac_rag.model import AmortizedModel, MACModel, base
 from mac_rag.model.checkpoint import read_config
@@ -234,6 +234,11 @@ def test_a_backbone_that_does_not_fit_its_design(model_folder: Folder, design: s
 def test_documents_that_cannot_be_read(tiny_model: MACModel, document: str, message: str) -> None:
     with pytest.raises(DocumentError, match=message):
         tiny_model.amortize(["Fine.", document])
+
+
+def test_an_empty_bank_is_refused(tiny_model: MACModel) -> None:
+    with pytest.raises(BankError, match="the memory bank is empty"):
+        tiny_model.aggregate(QUESTIONS, torch.zeros(0, 4, 64))
 
 
 def test_the_prior_can_be_left_out_for_comparison(tiny_model: MACModel) -> None:
