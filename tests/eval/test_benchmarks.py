@@ -18,7 +18,7 @@ from mac_rag.errors import ConfigError
 from tests.eval.helpers import Command, Evaluate
 
 
-@pytest.mark.parametrize("experiment", ["archivalqa", "streamingqa", "squad", "qa"])
+@pytest.mark.parametrize("experiment", ["squad", "qa"])
 def test_newswire_is_the_default_data(command: Command, tiny_checkpoint: Path, tmp_path: Path, experiment: str) -> None:
     code, shown, progress = command(
         f"eval.{experiment}", "--model", tiny_checkpoint, "--retriever", "bm25", "--k", 2, "--documents", 9, "--seed", 4
