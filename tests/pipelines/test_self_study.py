@@ -186,7 +186,7 @@ class TestResuming:
     def test_a_stop_while_the_files_are_written(
         self, tmp_path: Path, llm: type[RuleLLM], monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        source = write(tmp_path, self.TEXTS[:10])
+        source = write(tmp_path, self.TEXTS[:3])
         study([source], LLM, tmp_path / "whole")
         for name in ("documents.jsonl", "questions.jsonl", "dropped.jsonl"):
             with monkeypatch.context() as patch:
