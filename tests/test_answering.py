@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from mac_rag.data.newswire.generate import generate
 from mac_rag.data.types import Document
@@ -210,39 +209,6 @@ def test_no_question_waits_for_a_change_and_no_change_for_an_answer(engine: MACE
         assert engine.forget("new") == ("new",)
         adapted.set()
         assert answer.result()
-
-
-def test_questions_of_many_threads_see_one_state_each_while_documents_come_and_go(engine: MACEngine) -> None:
-    document = STREAM.documents[0]
-    with_it = [engine.aggregate([question]) for question in QUESTIONS]
-    engine.forget(document.id)
-    without = [engine.aggregate([question]) for question in QUESTIONS]
-    assert not any(close(*pair) for pair in zip(with_it, without, strict=True))
-    stop = threading.Event()
-
-    def ask(index: int) -> int:
-        asked = 0
-        while not stop.is_set():
-            phi = engine.aggregate([QUESTIONS[index]])
-            assert close(phi, with_it[index]) or close(phi, without[index])
-            asked += 1
-        return asked
-
-    with ThreadPoolExecutor(4) as pool:
-        asking = [pool.submit(ask, index) for index in range(4)]
-        try:
-            for _ in range(8):
-                engine.adapt([document])
-                assert close(engine.aggregate(QUESTIONS[:1]), with_it[0])
-                engine.forget(document.id)
-                assert close(engine.aggregate(QUESTIONS[:1]), without[0])
-        finally:
-            stop.set()
-        assert all(future.result() for future in asking)
-
-
-def close(first: Tensor, second: Tensor) -> bool:
-    return torch.allclose(first, second, atol=1e-5, rtol=1e-4)
 
 
 def test_a_retriever_may_ask_the_engine_itself(engine: MACEngine) -> None:

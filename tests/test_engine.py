@@ -103,12 +103,6 @@ def test_bad_documents_lose_nothing(engine: MACEngine, text: object) -> None:
     assert len(engine.retriever) == 2
 
 
-def test_a_duplicate_id_in_one_call(engine: MACEngine) -> None:
-    with pytest.raises(BankError, match="'twice' occurs twice"):
-        engine.adapt([Document("twice", "One."), Document("twice", "Two.")])
-    assert len(engine.bank) == 0
-
-
 def test_an_endless_word_is_read_in_chunks(engine: MACEngine) -> None:
     assert engine.adapt([Document("word", "Ab3/" * 10_000)]).rows > 10
     assert engine.bank.document_ids == ["word"]

@@ -152,15 +152,15 @@ def test_an_answer_is_written_as_its_document_writes_it() -> None:
     loaded = MACModel.from_pretrained("mac-small")
     assert not loaded.base_lm.keeps_letters
     question = "Who runs the factory in Orsena?"
-    for name in ("Łukasz Żak", "Siân O’Brien"):
-        text = f"The factory in Orsena is run by {name}. It was opened in 2004."
-        engine = MACEngine(loaded, MemoryBank(loaded.fingerprint, keep_texts=True))
-        engine.adapt([Document("factory", text)])
-        assert engine.answer([question])[0].text == name
-        [answer] = engine.answer([question], sources=1)
-        assert (answer.text, answer.sources[0].sentence) == (name, f"The factory in Orsena is run by {name}.")
-        assert engine.answer([question], contexts=[[text]], use_memory=False)[0].text == name
-        assert "".join(engine.stream(question)) == name
+    name = "Siân O’Brien"
+    text = f"The factory in Orsena is run by {name}. It was opened in 2004."
+    engine = MACEngine(loaded, MemoryBank(loaded.fingerprint, keep_texts=True))
+    engine.adapt([Document("factory", text)])
+    assert engine.answer([question])[0].text == name
+    [answer] = engine.answer([question], sources=1)
+    assert (answer.text, answer.sources[0].sentence) == (name, f"The factory in Orsena is run by {name}.")
+    assert engine.answer([question], contexts=[[text]], use_memory=False)[0].text == name
+    assert "".join(engine.stream(question)) == name
 
 
 def test_an_lm_that_keeps_letters_is_not_corrected(model: MACModel) -> None:

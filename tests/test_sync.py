@@ -26,7 +26,7 @@ from mac_rag.retrieval.chroma import ChromaRetriever
 from mac_rag.sync import difference, disagreement
 from tests.cli.helpers import run
 from tests.helpers import run_in_process
-from tests.retrieval.helpers import Server, WordEncoder
+from tests.retrieval.helpers import WordEncoder
 
 STREAM = generate("val", 8).documents
 CHANGED = Document(STREAM[1].id, "Something else happened.")
@@ -136,26 +136,6 @@ def test_a_bank_follows_a_retriever_that_was_changed_without_it(tiny_model: MACM
     assert agree(engine)
 
 
-@pytest.mark.slow
-def test_a_killed_server_and_the_bank_agree(tiny_model: MACModel, tmp_path: Path) -> None:
-    with Server(tmp_path / "server") as server:
-        bank = MemoryBank.create(tmp_path / "bank", tiny_model.fingerprint)
-        engine = MACEngine(tiny_model, bank, ChromaRetriever(server.url, WordEncoder()))
-        engine.adapt(STREAM[:5])
-        server.process.kill()
-        server.process.wait()
-        with pytest.raises(BankError, match="no Chroma server answers"):
-            engine.adapt(STREAM)
-        with pytest.raises(BankError, match="no Chroma server answers"):
-            engine.forget(STREAM[0].id)
-        assert len(bank) == 5
-        server.start()
-        assert agree(engine)
-        engine.adapt(STREAM)
-        engine.forget(STREAM[0].id)
-        assert agree(engine)
-
-
 def test_a_bank_of_before_gets_its_retriever_by_adapting_again(tiny_model: MACModel) -> None:
     engine = MACEngine(tiny_model)
     engine.adapt(STREAM)
@@ -163,27 +143,6 @@ def test_a_bank_of_before_gets_its_retriever_by_adapting_again(tiny_model: MACMo
     report = engine.adapt(STREAM)
     assert (report.unchanged, report.rows, report.filed) == (8, 0, 8)
     assert agree(engine)
-
-
-def test_a_change_costs_as_many_requests_whatever_its_size(tiny_model: MACModel, tmp_path: Path) -> None:
-    """With a server, each of them is a round trip."""
-    counts = []
-    for size in (2, 8):
-        held = ChromaRetriever(tmp_path / str(size), WordEncoder())
-        engine, calls = MACEngine(tiny_model, retriever=held), 0
-        get = held._get
-
-        def counted(**options: Any) -> Any:
-            nonlocal calls
-            calls += 1
-            return get(**options)  # noqa: B023
-
-        held._get = counted  # type: ignore[method-assign]
-        engine.adapt(STREAM[:size])
-        engine.adapt([Document(each.id, "Something else happened.") for each in STREAM[:size]])
-        counts.append(calls)
-        assert held.held(["nobody", STREAM[1].id, STREAM[0].id]) == [STREAM[1].id, STREAM[0].id]
-    assert counts[0] == counts[1]
 
 
 def test_an_empty_retriever_does_not_empty_the_bank(tiny_model: MACModel) -> None:

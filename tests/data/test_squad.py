@@ -73,13 +73,6 @@ def test_titles_that_differ_only_in_signs_keep_their_documents_apart() -> None:
     assert [document.id for document in dataset.documents] == ["A_b-000", "A_b-001", "A_b-002", "A-b-000"]
 
 
-def test_a_split_is_a_range_of_rows(tmp_path: Path) -> None:
-    part = SplitRange("small.json", 1, 3, 4)
-    dataset = select_rows(small_rows(tmp_path), part, "val", "small.json")
-    assert [question.id for question in dataset.questions] == ["q1", "q2"]
-    assert [document.text for document in dataset.documents] == ["D.", "E."]
-
-
 @pytest.fixture(scope="module")
 def full_size(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with files of SQuAD's sizes: one plain and one gzipped, a paragraph for every ten questions."""

@@ -112,12 +112,6 @@ def test_hierarchical(evaluate: Evaluate, tiny_checkpoint: Path) -> None:
     assert result.config["model"] == str(tiny_checkpoint)
 
 
-def test_subgroups_of_one_are_refused(command: Command) -> None:
-    code, _, errors = command("eval.aggregation", "hierarchical", "--subgroups", "1,4")
-    assert code == 1
-    assert "--subgroups must be at least 2" in errors
-
-
 def test_reduction(evaluate: Evaluate) -> None:
     rows = evaluate("aggregation", "reduction", *SIZES).rows
     assert next(iter(rows)) == "whole bank"
@@ -126,10 +120,3 @@ def test_reduction(evaluate: Evaluate) -> None:
         row = rows[f"nearest averaging, {share} %"]
         assert row.settings == {"method": "nearest averaging", "entries": entries}
         assert row.measures["bank_mb"] * 16 == pytest.approx(rows["whole bank"].measures["bank_mb"] * entries)
-
-
-def test_the_papers_scale_needs_data(command: Command) -> None:
-    for names in (("eval.aggregation", "hierarchical"), ("eval.aggregation", "reduction"), ("eval.cross_attention",)):
-        code, _, errors = command(*names, "--scale", "paper")
-        assert code == 1
-        assert "give one with --data" in errors

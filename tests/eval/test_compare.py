@@ -117,8 +117,3 @@ def test_is_a_resampling_of_paired_differences() -> None:
     assert interval.mean == pytest.approx(sum(differences) / 40)
     assert interval.low == pytest.approx(means[250], abs=0.01)
     assert interval.high == pytest.approx(means[9750], abs=0.01)
-
-
-def test_a_constant_difference_has_an_interval_of_no_width() -> None:
-    interval = paired_interval([1.0, 0.5, 0.75], [0.5, 0.0, 0.25])
-    assert (interval.low, interval.mean, interval.high) == pytest.approx((0.5, 0.5, 0.5))

@@ -33,7 +33,7 @@ from eval.harness.scales import SCALES, Scale
 from eval.paper import finished, run_steps
 from eval.report.catalogue import CATALOGUE
 from mac_rag.data import SPLITS
-from mac_rag.errors import ConfigError, DataError
+from mac_rag.errors import DataError
 from mac_rag.model import MACModel
 from mac_rag.model.presets import PAPER
 from pipelines.recipe import load_recipe
@@ -122,7 +122,7 @@ class TestCommand:
         assert "eval.nowhere" in errors
         assert "peft: not run, no time" in (tmp_path / "out" / "report.html").read_text()
 
-    @pytest.mark.parametrize("datasets", [DATASETS, ("streamingqa",), ()])
+    @pytest.mark.parametrize("datasets", [("streamingqa",), ()])
     def test_a_dry_run_shows_what_would_run(self, command: Command, tmp_path: Path, datasets: tuple[str, ...]) -> None:
         for name in datasets:
             (tmp_path / "data" / name).mkdir(parents=True)
@@ -145,11 +145,6 @@ class TestCommand:
         assert len(camels) == len(DATASETS)
         assert sum(map(float, [*parts, *camels])) == pytest.approx(float(hours), abs=0.05 * (len(parts) + 4))
         assert not (tmp_path / "results").exists()
-
-    def test_a_dry_run_of_the_tiny_scale(self, command: Command) -> None:
-        code, shown, _ = command("eval.paper", "--dry-run")
-        assert code == 0
-        assert "0 models to train first" in shown
 
     def test_refusals(self, command: Command, tmp_path: Path) -> None:
         code, _, errors = command("eval.paper", "--scale", "paper", "--data", tmp_path)
@@ -213,11 +208,6 @@ def test_names_are_unique_and_options_exist(tmp_path: Path, scale: Scale) -> Non
         assert arguments[arguments.index("--seed") + 1] == "3"
 
 
-def test_a_folder_without_any_data_set_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="none of the folders streamingqa, squad, archivalqa"):
-        steps("paper", tmp_path, 0)
-
-
 PATHS = [
     "runs/gpt2-xl/train/best",
     "runs/gpt2-xl/train-squad/best",
@@ -231,12 +221,6 @@ def test_a_path_says_what_the_model_is(path: str) -> None:
     model = TrainedModel.of(path)
     assert model.path == path
     assert f"--output {model.folder} " in model.command(Path("data"))
-
-
-@pytest.mark.parametrize("path", ["runs/gpt2-xl/best", "gpt2-xl", "runs/gpt2-xl/train-wikipedia/best", "mac-tiny"])
-def test_other_paths_are_refused(path: str) -> None:
-    with pytest.raises(ConfigError, match="is no model of the paper's recipes"):
-        TrainedModel.of(path)
 
 
 def test_the_same_model_on_other_data() -> None:
@@ -270,12 +254,6 @@ def test_baselines_start_from_the_models_own_lm_unless_it_is_in_4_bit(name: str)
     """A second copy of a large LM costs gigabytes."""
     lm = argument(paper_step(f"main_table-{name}-squad"), "--lm")
     assert lm == (None if PAPER[name].base_lm.quantization == "none" else f"runs/{name}/tune_qa-squad/best")
-
-
-def test_a_model_that_no_recipe_trains_is_refused() -> None:
-    step = replace(paper_step("hierarchical-archivalqa"), arguments=("--model", "runs/gpt9/train/best"))
-    with pytest.raises(ConfigError, match="unknown preset 'gpt9'"):
-        models_needed(step)
 
 
 def test_models_are_trained_once_and_after_their_lm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

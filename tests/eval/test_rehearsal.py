@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import AutoModelForCausalLM, T5ForConditionalGeneration
 
 from eval.baselines import factory
 from eval.baselines.camels import CamelsConfig
@@ -19,21 +18,18 @@ from eval.baselines.ccm import CCMConfig
 from eval.baselines.factory import BaselineSetup
 from eval.harness.paper_plan import TrainedModel, models_needed, models_to_train, steps
 from eval.harness.results import Result
-from eval.report.catalogue import CATALOGUE
-from eval.report.tables import table
 from mac_rag.config import AggregationConfig, BaseLMConfig, EncoderConfig
 from mac_rag.data.archivalqa import COLUMNS
 from mac_rag.data.newswire.generate import generate
 from mac_rag.data.streamingqa import PARTS
 from mac_rag.model import presets
 from pipelines.recipe import load_recipe
-from pipelines.sizes import architecture
 from pipelines.tasks.registry import run_task
 from pipelines.tasks.train_config import TrainConfig
 from pipelines.tasks.tune_qa import TuneConfig
 from tests.data.test_streamingqa import article, write_release
 from tests.eval.helpers import Command
-from tests.helpers import Folder, save_tokenizer
+from tests.helpers import Folder
 
 SMALL = BaselineSetup(
     training_documents=8, validation_documents=2, rates=(1e-3,), retention_rate=1e-3,
@@ -43,12 +39,6 @@ SHORT = [
     "trainer.steps=2", "trainer.batch_size=4", "trainer.accumulate=2", "trainer.validate_every=2",
     "trainer.save_every=2", "trainer.warmup_steps=1", "trainer.cpu=true", "data.validation_documents=2",
 ]  # fmt: skip
-
-
-def memory() -> int:
-    """Bytes that this machine's processes can still take; 0 where Linux does not say it."""
-    lines = Path("/proc/meminfo").read_text().splitlines() if Path("/proc/meminfo").exists() else []
-    return sum(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:"))
 
 
 def write_data(folder: Path) -> None:
@@ -96,27 +86,6 @@ def small_presets(model_folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None
         monkeypatch.setitem(presets.PRESETS, name, config.model_copy(update={**changes, "base_lm": lm}))
 
 
-@pytest.fixture
-def full_size(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """A preset in its full size with random weights, as CaMeLS's proxy is; its name."""
-
-    def random_weights(part: Any) -> Any:
-        place, described = tmp_path / part.name, architecture(part.name)
-        if not place.exists():
-            kind: Any = T5ForConditionalGeneration if described.model_type == "t5" else AutoModelForCausalLM
-            described.eos_token_id, described.pad_token_id = 2, 0
-            model = kind(described) if described.model_type == "t5" else kind.from_config(described)
-            model.save_pretrained(place)
-            save_tokenizer(place, "<s> $A")
-        return part.model_copy(update={"name": str(place), "quantization": "none", "dtype": "fp32"})
-
-    for name in dict.fromkeys((request.param, "distilgpt2")):
-        config = presets.PAPER[name]
-        parts = {part: random_weights(getattr(config, part)) for part in ("base_lm", "amortization", "input_encoder")}
-        monkeypatch.setitem(presets.PRESETS, name, config.model_copy(update=parts))
-    return str(request.param)
-
-
 def train(model: TrainedModel, data: Path) -> None:
     kind = TuneConfig if model.task == "tune_qa" else TrainConfig
     sets = [] if model.task == "tune_qa" else ["context_set=2"]
@@ -157,32 +126,3 @@ def test_tables_1_and_2_from_data_to_report(
     assert command("eval.report.__main__", "out", "--output", "report.html")[0] == 0
     page = Path("report.html").read_text()
     assert page.count("published protocol") >= 5
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "full_size",
-    [
-        "distilgpt2",
-        # 17.3 GiB of weights, gradients and moments in fp32, at most; 35 GiB of files
-        pytest.param("gpt2-large", marks=pytest.mark.skipif(memory() < 20 << 30, reason="needs 20 GiB of free memory")),
-    ],
-    indirect=True,
-)
-def test_each_recipe_and_baseline_takes_a_step_in_full_size(
-    command: Command, full_size: str, shortened: None, tmp_path: Path
-) -> None:
-    data = tmp_path / "data"
-    write_data(data)
-    step = next(s for s in steps("paper", data, 0) if s.name == f"main_table-{full_size}-streamingqa")
-    for model in models_to_train(models_needed(step)):
-        train(model, data)
-    methods = ("--methods", "uniform,salient-spans,camels,mac", "--documents", "2", "--questions", "2")
-    code, _, errors = command("eval.main_table", *step.arguments, *methods, "--output", "out.json")
-    assert code == 0, errors
-    result = Result.read(Path("out.json"))
-    assert result.model is not None
-    assert (result.model.lm, result.not_run) == (presets.PAPER[full_size].base_lm.name, {})
-    assert {row.name for row in result.rows} == {"Uniform", "Salient Spans", "CaMeLS", "MAC"}
-    content = table(result, next(entry for entry in CATALOGUE if entry.name == "main_table"))
-    assert "paper F1 %" in content.headers  # those of DistilGPT2 on StreamingQA

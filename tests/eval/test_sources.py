@@ -139,17 +139,17 @@ def test_metrics_are_their_definitions(answers: list[tuple[float, bool]]) -> Non
 def test_a_fit_and_its_measurement_are_two_commands(evaluate: Evaluate, command: Command, tmp_path: Path) -> None:
     folder = tmp_path / "model"
     MACModel.from_pretrained("mac-tiny").save_pretrained(folder)
-    options = ("--documents", "50", "--questions", "50")
+    options = ("--documents", "24", "--questions", "24")
     code, _, told = command("eval.unanswerable", "--model", str(folder), *options)
     assert code == 1
     assert "python -m pipelines.calibrate" in told
     fitted = pipeline("pipelines.calibrate", "--model", str(folder), "--data", "newswire", *options)
     assert fitted.exit_code == 0, fitted.output
-    assert "fitted on 50 answers" in fitted.output
+    assert "fitted on 24 answers" in fitted.output
     result, rows, samples, _ = evaluate("unanswerable", *options, model=folder)
     first = result.rows[0]
     assert first.name == "memory: confidence"
     assert first.measures["auroc"] > 0.8
     assert first.measures["risk_at_100"] <= 1 - (first.em or 0)
     assert set(rows) >= {"memory: prior alone", "memory: log_probability alone"}
-    assert len(samples) == 50
+    assert len(samples) == 24

@@ -153,13 +153,6 @@ def test_the_answer_loss_equals_a_plain_loop(tiny_model: MACModel) -> None:
     assert row.em == sum(verdict.em for verdict in verdicts) / 7
 
 
-def test_the_papers_scale_needs_a_preset_and_data() -> None:
-    with pytest.raises(ConfigError, match="unknown preset 'mac-tiny'"):
-        Training("mac-tiny", "data/squad", Path("variants"), 0, None, "paper")
-    with pytest.raises(ConfigError, match="give one with --data"):
-        Training("gpt2-xl", None, Path("variants"), 0, None, "paper")
-
-
 TRAINING = generate("train", 8, questions_per_document=2)
 
 

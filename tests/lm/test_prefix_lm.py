@@ -19,7 +19,6 @@ from mac_rag.lm.prefix_lm import PrefixLM, prefix_mask, repeated_positions
 from mac_rag.lm.prompt import PromptEncoder, positions_of, segments_of
 from mac_rag.model import MACModel
 from pipelines.tasks import tune_qa
-from pipelines.tasks.pointer import places_of
 from pipelines.tasks.tune_qa import TuneTask
 from pipelines.trainer import Trainer
 from tests.helpers import VOCABULARY, built, mac_config, reloaded
@@ -75,22 +74,6 @@ def test_the_mask_against_its_definition(rows: list[tuple[int, int, int, int]], 
                 together = segment != 0 and int(segment_ids[row, i]) == segment
                 expected = j == past + i or (bool(kept[row, j]) and (before or together))
                 assert bool(seen[row, 0, i, j]) == expected
-
-
-def test_a_prompt_sees_itself_and_an_answer_only_what_was_before(lm: BaseLM) -> None:
-    ids = torch.tensor([PROMPTS[1] + ANSWERS[2]])
-    prompt = torch.arange(ids.shape[1])[None] < len(PROMPTS[1])
-
-    def changed(place: int) -> torch.Tensor:
-        other = ids.clone()
-        other[0, place] = 99
-        logits = [lm.model(x, segment_ids=prompt.long()).logits[0] for x in (ids, other)]
-        return ((logits[0] - logits[1]).abs().amax(-1) > 1e-5).nonzero()[:, 0]
-
-    assert changed(5).tolist() == list(range(ids.shape[1]))  # all of the prompt sees its end
-    assert changed(10).tolist() == list(range(10, ids.shape[1]))
-    plain = lm.model(ids).logits[:, :4]
-    assert torch.allclose(plain, lm.model(ids[:, :4]).logits, atol=1e-5)  # without a prompt it is a causal LM
 
 
 def test_generation_is_what_the_losses_say(lm: BaseLM) -> None:
@@ -209,11 +192,6 @@ def test_an_answer_that_nothing_holds_points_nowhere(prefix_lm_folder: Path) -> 
     losses["loss"].backward()
 
 
-def test_places_of_an_answer() -> None:
-    assert places_of([5, 6], [5, 6, 5, 5, 6]) == [0, 3]
-    assert places_of([], [5]) == places_of([7], []) == places_of([5, 6], [5]) == []
-
-
 def test_minilm_starts_with_the_frequencies_of_tokens() -> None:
     task = TuneTask(tune_recipe("minilm"))
     with torch.no_grad():
@@ -309,17 +287,6 @@ def test_a_batch_answers_as_its_questions_alone(model: MACModel) -> None:
         own = phi[place : place + 1]
         assert model.generate([question], [contexts[place]], modulation=own) == [together[place]]
         assert "".join(model.stream(question, contexts[place], modulation=own)) == together[place]
-
-
-def test_greedy_answers_are_the_most_probable_tokens(parallel_lm: BaseLM) -> None:
-    prompt = parallel_lm.prompts.prompt(QUESTION, TEXTS)
-    written: list[int] = []
-    for _ in range(2):
-        rows = [[*written, token] for token in range(VOCABULARY)]
-        losses = parallel_lm.answer_loss([prompt] * VOCABULARY, rows, None)
-        written.append(int(losses.argmin()))
-    steps = parallel_lm._decode([prompt], None, None)
-    assert [int(next(steps)[0]) for _ in range(2)] == written
 
 
 def test_any_number_of_documents_fits_if_each_does(model: MACModel) -> None:

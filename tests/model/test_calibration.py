@@ -20,8 +20,6 @@ from mac_rag.engine import MACEngine
 from mac_rag.errors import ConfigError, ModelLoadError
 from mac_rag.model import MACModel
 from mac_rag.model.calibration import EVIDENCE, FILE, Calibration, Logistic, read_calibration
-from mac_rag.model.checkpoint import SHIPPED
-from mac_rag.shipped_models import FINGERPRINTS
 from pipelines.tasks.calibrate import fit, guesses, without_answers
 from tests.helpers import DEEP
 
@@ -217,12 +215,6 @@ def test_answers_are_taken_away_and_the_fit_knows_it(model: MACModel) -> None:
     texts = {"own": " berg came ", "other": " the bridge of anna berg ", "berger": " berger left "}
     question = STREAM.questions[0].__class__("q", "Who?", ("The Berg",), "own")
     assert without_answers(question, texts) == {"berger"}
-
-
-def test_the_shipped_calibration_is_of_the_shipped_weights() -> None:
-    calibration = read_calibration(SHIPPED / "mac-small")
-    assert calibration.fingerprint == FINGERPRINTS["mac-small"]
-    assert set(calibration.modes) == {"memory", "documents"}
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import regex
-from hypothesis import HealthCheck, given, reject, settings
+from hypothesis import given, reject, settings
 from hypothesis import strategies as st
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
@@ -253,17 +253,6 @@ def test_work_grows_with_the_length_of_the_text(tokenizer: TextTokenizer, kind: 
         assert counting.longest < 10_000  # never the text as a whole
 
 
-def test_a_text_within_the_limit_is_tokenized_once(tokenizer: TextTokenizer) -> None:
-    counting = _Counting(tokenizer)
-    assert _chunks("A storm has hit Wunville.", counting, 64) == ["A storm has hit Wunville."]  # type: ignore[arg-type]
-    assert counting.read == len("A storm has hit Wunville.")
-
-
-WORDS = st.lists(
-    st.sampled_from(["Velmont", "opened", "a", "mill.", "It", "cost", "$34", "million!", "Why?"]), min_size=1
-)
-
-
 @given(lengths=st.lists(st.integers(1, 50), max_size=40), budget=st.integers(1, 200))
 def test_buckets_hold_every_index_once_within_the_budget(lengths: list[int], budget: int) -> None:
     buckets = length_buckets(lengths, budget)
@@ -275,18 +264,6 @@ def test_buckets_hold_every_index_once_within_the_budget(lengths: list[int], bud
 @pytest.fixture(scope="module")
 def encoder(tiny_checkpoint: object) -> TextEncoder:
     return MACModel.from_pretrained(tiny_checkpoint, device="cpu").amortization  # type: ignore[arg-type]
-
-
-@settings(deadline=None, max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(words=WORDS, limit=st.integers(20, 60), break_every=st.integers(1, 30))
-def test_splitting_loses_nothing_and_keeps_the_limit(
-    encoder: TextEncoder, monkeypatch: pytest.MonkeyPatch, words: list[str], limit: int, break_every: int
-) -> None:
-    monkeypatch.setattr(encoder, "max_tokens", limit)
-    text = " ".join(word + ("\n" if number % break_every == 0 else "") for number, word in enumerate(words))
-    chunks = encoder.split(text)
-    assert " ".join(chunks).split() == text.split()
-    assert all(len(encoder.ids(chunk)) <= limit for chunk in chunks)
 
 
 def test_progress_within_a_text_adds_up_to_its_length(encoder: TextEncoder) -> None:

@@ -108,15 +108,6 @@ def test_only_plain_layers_change() -> None:
     assert [type(layer) for layer in network.modules() if isinstance(layer, nn.Linear)] == [CPULinear, Other, CPULinear]
 
 
-@given(st.integers(0, 1 << 20))
-def test_numbers_of_rows_are_filled_up_to_few(rows: int) -> None:
-    filled = filled_rows(rows)
-    assert rows <= filled <= rows * (9 / 8 if rows < 1024 else 33 / 32)
-    assert filled_rows(filled) == filled
-    bits = 4 if filled <= 1024 else 6
-    assert len(f"{filled:b}".rstrip("0")) <= bits or filled.bit_length() <= bits
-
-
 def test_few_kernels_are_made_for_many_numbers_of_rows() -> None:
     assert len({filled_rows(rows) for rows in range(1, 4097)}) < 140
 

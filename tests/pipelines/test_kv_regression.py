@@ -292,13 +292,6 @@ def test_improbable_documents_are_heard_little(slots: int, data: QADataset) -> N
     assert divergence(model) < 0.25 * unmarked
 
 
-def test_a_model_without_slots_stays_as_it_is() -> None:
-    model = MACModel.from_pretrained("mac-tiny", device="cpu")
-    before = model.fingerprint
-    fit_slot_marks(model, DATA)
-    assert model.fingerprint == before
-
-
 def test_kv_regression_fits_them(tmp_path: Path) -> None:
     model = around("llama", tmp_path, slots=2)
     init_by_kv_regression(model, DATA)

@@ -127,13 +127,6 @@ def test_a_curriculum_without_answers_reads_whole_documents(model_folder: Folder
     assert set(batch.answers) == {""}
 
 
-def test_a_question_that_leaves_no_room_for_an_answer(model_folder: Folder, tmp_path: Path) -> None:
-    row = {"document": "A text.", "question": "What " * 1100, "id": "long"}
-    (tmp_path / "mine.jsonl").write_text(json.dumps(row) + "\n")
-    with pytest.raises(DataError, match="question 'long'"):
-        TrainTask(recipe(model_folder, tmp_path / "mine.jsonl"))
-
-
 def test_processes_that_train_in_parts_need_answers(model_folder: Folder, tmp_path: Path) -> None:
     trainer = {**TRAINER, "best": "loss", "parallel": "fsdp"}
     config = recipe(model_folder, write(tmp_path, answered=False), trainer=trainer)

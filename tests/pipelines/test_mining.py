@@ -14,7 +14,6 @@ import pytest
 from mac_rag.data.metrics import normalize
 from mac_rag.data.newswire.generate import generate
 from mac_rag.data.types import Document, QADataset, Question
-from mac_rag.errors import ConfigError
 from mac_rag.lm.fetched import CACHE_VARIABLE
 from mac_rag.retrieval import BM25Retriever, encoders
 from pipelines.corpora import qa_data as mining
@@ -169,11 +168,6 @@ def test_the_others_are_the_best_that_the_retriever_found() -> None:
 def test_the_share_of_questions_with_documents(rate: float) -> None:
     for _, documents in mined(ContextConfig(retriever="bm25", k=(2,), rate=rate)):
         assert bool(documents) == bool(rate)
-
-
-def test_more_documents_than_there_are() -> None:
-    with pytest.raises(ConfigError, match=r"context\.k is 60, but there are only 60"):
-        ContextMiner(ContextConfig(retriever="bm25", k=(60,)), DATA)
 
 
 def test_documents_as_retrieved_come_best_first_with_or_without_the_right_one(cache: Path) -> None:

@@ -122,14 +122,6 @@ def test_some_questions_are_answered_without_memory(tiny_model: MACModel) -> Non
     assert loss == pytest.approx(total / sum(map(len, answers)), rel=1e-5)
 
 
-def test_context_is_in_front_of_the_question(tiny_model: MACModel) -> None:
-    with_context = dataclasses.replace(BATCH, contexts=[["Some text."]] * 4)
-    every = LossWeights(answer=1, direct=1)
-    with_text, without = (mac_loss(tiny_model, batch, every)[0] for batch in (with_context, BATCH))
-    assert with_text["answer"] != without["answer"]
-    assert with_text["direct"] == without["direct"]
-
-
 def test_each_term_counts_by_its_weight(tiny_model: MACModel) -> None:
     weights = LossWeights(
         answer=0.5, direct=2, distillation=0.75, aggregated_distillation=0.5, reconstruction=3, contrastive=0.25,

@@ -17,7 +17,6 @@ from mac_rag.data.newswire.generate import generate
 from mac_rag.errors import DataError
 from pipelines.prepare_archivalqa import (
     YEARS,
-    Article,
     find_articles,
     parse_article,
     read_articles,
@@ -156,11 +155,6 @@ def test_questions_that_cannot_be_read_are_named(tmp_path: Path) -> None:
         read_questions([file, file])
 
 
-def test_an_article_is_read_whole() -> None:
-    expected = Article("100", "Title 100", "1988-02-09", ("Zero.", "", "Two & two."))
-    assert parse_article(nitf(100, 1988, " Zero.\n", "", "Two &amp; <b>two</b>."), "100.xml") == expected
-
-
 @pytest.mark.parametrize(
     ("content", "message"),
     [
@@ -203,17 +197,6 @@ def test_folders_without_a_corpus_or_a_match_are_refused(tmp_path: Path, corpus:
 def run(module: str, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", module, *map(str, arguments)]
     return subprocess.run(command, capture_output=True, text=True, check=False)
-
-
-def test_the_command_ends_with_one_message(tmp_path: Path, corpus: Path) -> None:
-    file = questions(tmp_path, row("val_1", "100_1"))
-    result = run("pipelines.prepare_archivalqa", "--questions", file, "--corpus", corpus, "--output", tmp_path / "out")
-    assert result.returncode == 0, result.stderr
-    assert (tmp_path / "out/qa_lt.csv").is_file()
-    failed = run("pipelines.prepare_archivalqa", "--questions", file, "--corpus", tmp_path / "x", "--output", tmp_path)
-    assert failed.returncode == 1
-    assert failed.stderr.startswith("error: ")
-    assert "Traceback" not in failed.stderr
 
 
 def test_newswire_is_written_in_the_same_schema(tmp_path: Path) -> None:

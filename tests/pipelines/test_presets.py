@@ -94,16 +94,3 @@ class TestTuning:
         assert tuned == whole.model_copy(update={"name": "runs/tuned", "quantization": "none"})
         asked = self.base_lm(tmp_path, {"preset": name}, "base_lm.quantization=int8")
         assert asked.quantization == "int8"  # loading says that it cannot be trained
-
-    @pytest.mark.parametrize(
-        ("values", "message"),
-        [
-            ({"preset": "gpt9"}, "unknown preset 'gpt9'"),
-            ({"preset": "gpt2-xl", "base_lm": {"nmae": "x"}}, r"base_lm\.nmae: Extra inputs"),
-            ({"preset": "gpt2-xl", "base_lm": None}, "base_lm.*None"),
-            ({"preset": "gpt2-xl", "base_lm": "runs/tuned"}, "base_lm.*'runs/tuned'"),
-        ],
-    )
-    def test_wrong_values_are_named(self, tmp_path: Path, values: dict[str, Any], message: str) -> None:
-        with pytest.raises(ConfigError, match=message):
-            self.base_lm(tmp_path, values)

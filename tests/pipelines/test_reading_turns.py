@@ -5,9 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mac_rag.data.types import QADataset
 from mac_rag.errors import ConfigError
-from pipelines.corpora.qa_data import DataConfig
 from pipelines.tasks.train import TrainTask
 from pipelines.tasks.tune_qa import TuneTask
 from tests.helpers import Folder
@@ -29,20 +27,6 @@ def test_they_train_the_lm_as_tuning_it_does(model_folder: Folder) -> None:
     terms["loss"].backward()
     reached = {name for name, weight in task.named_parameters() if weight.grad is not None}
     assert reached == {f"model.base_lm.{name}" for name, _ in task.model.base_lm.named_parameters()}
-
-
-def test_their_task_reads_no_data_to_validate_on(model_folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The training validates the LM; data for another validation would be read, and retrieved for, in vain."""
-    read: list[str] = []
-    load = DataConfig.validation_set
-
-    def counted(self: DataConfig, *, unanswered: bool = False) -> QADataset:
-        read.append(self.val)
-        return load(self, unanswered=unanswered)
-
-    monkeypatch.setattr(DataConfig, "validation_set", counted)
-    TrainTask(train_recipe(model_folder, reading=READING, tune_base_lm="full"))
-    assert read == ["val"]
 
 
 def test_there_are_none_where_the_lm_does_not_learn(model_folder: Folder) -> None:

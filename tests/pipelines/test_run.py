@@ -17,7 +17,6 @@ from pipelines.recipe import load_recipe
 from pipelines.stages import RECIPES, read_stages
 from pipelines.tasks.train import TrainTask
 from pipelines.tasks.tune_qa import TuneConfig
-from pipelines.tasks.tune_reading import TuneReadingConfig
 from tests.helpers import run_in_process
 from tests.pipelines.helpers import TRAINER, command, metrics
 
@@ -196,25 +195,6 @@ def test_the_pipelines_of_shipped_models_are_whole(name: str, tmp_path: Path) ->
     listed = command("pipelines.run", name, "--list", "--output", str(tmp_path))
     assert listed.exit_code == 0, listed.exception
     assert all(line.endswith("to do") for line in listed.stdout.splitlines())
-
-
-def test_reading_settles_on_the_same_packs_from_the_rate_that_it_had() -> None:
-    names = [f"smollm2-135m-reading/{stage}" for stage in ("mixed", "settle")]
-    before, after = (load_recipe(TuneReadingConfig, name, None) for name in names)
-    assert after.adapter == "${stages.mixed}/last"
-    assert after.trainer.seed != before.trainer.seed
-    same = {"adapter": None, "trainer": None}
-    assert after.model_copy(update=same) == before.model_copy(update=same)
-    rates = [
-        trainer.learning_rate * trainer.rate(step)
-        for trainer, step in (
-            (before.trainer, before.trainer.steps),
-            (after.trainer, after.trainer.warmup_steps),
-            (after.trainer, after.trainer.steps),
-        )
-    ]
-    assert rates[1] == pytest.approx(rates[0], rel=0.05)
-    assert rates[2] == pytest.approx(0, abs=1e-9)
 
 
 def test_a_value_may_be_set_in_one_stage_or_in_all_that_have_it(miniature: Path) -> None:

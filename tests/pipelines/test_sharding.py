@@ -131,15 +131,6 @@ def test_rows_of_two_processes_go_on_in_one(models: Path, tmp_path: Path) -> Non
         assert difference < 1e-5, name
 
 
-@pytest.mark.slow
-def test_replicas_with_gradient_checkpointing_train_as_one_process(models: Path, tmp_path: Path) -> None:
-    values = {"tune_base_lm": "full", "trainer": {"gradient_checkpointing": True}}
-    assert on_two_processes(tmp_path / "two", "train", models, values) is None
-    tiny_training.train(tmp_path / "one", "train", models, {"tune_base_lm": "full", "trainer": {"accumulate": 2}})
-    for name, difference in differences(tmp_path / "two", tmp_path / "one"):
-        assert difference < 1e-5, name
-
-
 @pytest.mark.parametrize("modulation", ["prefix", "lora", "film"])
 def test_layers_that_are_computed_again_give_the_same_gradients(model_folder: Folder, modulation: str) -> None:
     """Also where the LM trains along, in training mode: transformers' own way would leave the prefix out there."""

@@ -19,12 +19,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import (
     AutoModel,
     AutoModelForCausalLM,
-    GPT2Config,
-    GPT2LMHeadModel,
     LlamaConfig,
     LlamaForCausalLM,
-    T5Config,
-    T5ForConditionalGeneration,
 )
 
 from eval.harness.allocations import allocated_peak
@@ -43,7 +39,6 @@ from pipelines.sizes import (
     ANSWER_TOKENS,
     ARCHITECTURES,
     BASE_LM,
-    PARTS,
     QUESTION_TOKENS,
     Part,
     architecture,
@@ -188,10 +183,6 @@ class TestRuleOfSizes:
         wider = sized_for("my/lm", width=64 * heads + 64, layers=layers, quantized=quantized)
         assert wider.tokens <= config.tokens
         assert wider.mlp_width >= config.mlp_width
-
-    def test_a_width_that_no_heads_fill_is_refused(self) -> None:
-        with pytest.raises(ConfigError, match="width is 100"):
-            sized_for("my/lm", width=100, layers=4)
 
 
 def stored_bytes(model: nn.Module) -> int:
@@ -344,11 +335,11 @@ def test_the_flops_of_a_document_and_of_a_question_are_near_those_that_pytorch_c
     prompts = model.base_lm.prompts
     document = grown(TOKENS, lambda text: len(model.amortization.ids(text)))
     with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
-        phi = model.amortization([model.amortization.ids(document)] * 50)
+        phi = model.amortization([model.amortization.ids(document)] * 16)
         bank = model.aggregation.project(phi)
-    parts = sizes_of(recipe_of(config), documents=50, context=QUESTION_TOKENS + ANSWER_TOKENS)
+    parts = sizes_of(recipe_of(config), documents=16, context=QUESTION_TOKENS + ANSWER_TOKENS)
     flops = sum(part.flops["document"] for part in parts.values())
-    assert 50 * flops == pytest.approx(counter.get_total_flops(), rel=0.05)
+    assert 16 * flops == pytest.approx(counter.get_total_flops(), rel=0.05)
     asked = grown(QUESTION_TOKENS, lambda text: len(model.input_encoder.ids(text)))
     question = grown(QUESTION_TOKENS, lambda text: len(prompts.prompt(text)))
     answer = prompts.answer(grown(ANSWER_TOKENS, lambda text: len(prompts.answer(text))))
@@ -391,47 +382,3 @@ def test_layers_computed_again_keep_their_inputs(llama: Path, monkeypatch: pytes
     found = total(planned(config, losses, bf16, recompute=True), "activations")
     assert measured < whole / 1.5
     assert measured / 1.5 < found < 1.5 * measured
-
-
-@pytest.mark.parametrize(
-    "width", [256, pytest.param(512, marks=pytest.mark.slow), pytest.param(768, marks=pytest.mark.slow)]
-)
-def test_a_planned_step_of_the_paper_is_within_15_percent_of_a_real_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, width: int
-) -> None:
-    """DistilGPT2's recipe, whose LM and T5 have six layers, at three widths; 768 is DistilGPT2's own."""
-    monkeypatch.setenv("KINETO_LOG_LEVEL", "6")
-    heads = width // 64
-    lm = GPT2Config(
-        vocab_size=VOCABULARY, n_embd=width, n_layer=6, n_head=heads, n_positions=1024, bos_token_id=1, eos_token_id=2
-    )
-    t5 = T5Config(
-        vocab_size=VOCABULARY, d_model=width, d_ff=4 * width, d_kv=64, num_layers=6, num_heads=heads, eos_token_id=2,
-        pad_token_id=0,
-    )  # fmt: skip
-    for name, network in (("lm", GPT2LMHeadModel(lm)), ("t5", T5ForConditionalGeneration(t5))):
-        network.save_pretrained(tmp_path / name)
-        save_tokenizer(tmp_path / name, "<s> $A")
-    paper, encoder = preset("distilgpt2"), EncoderConfig(name=str(tmp_path / "t5"))
-    parts = {"base_lm": BaseLMConfig(name=str(tmp_path / "lm")), "amortization": encoder, "input_encoder": encoder}
-    config = paper.model_copy(update={**parts, "max_document_tokens": TOKENS})
-    step = step_of(config, LossWeights(), bf16=False)
-    model = MACModel.from_config(config, device="cpu")
-    trained = sum(weight.numel() for weight in model.parameters() if weight.requires_grad)
-    held = stored_bytes(model) + 12 * trained  # gradients and the two moments of Adam
-    measured = held + allocated_peak(step, torch.device("cpu"))[1]
-    found = planned(config, LossWeights(), bf16=False)
-    assert sum(sum(part.training.values()) for part in found.values()) == pytest.approx(measured, rel=0.15)
-
-
-def test_what_a_loss_does_not_need_is_not_computed(model_folder: Folder) -> None:
-    config = mac_config(model_folder("llama"))
-
-    def parts(**losses: float) -> dict[str, Part]:
-        return planned(config, LossWeights(**{"answer": 0, **losses}), bf16=False)
-
-    direct, both = parts(direct=1), parts(direct=1, answer=1)
-    assert both[BASE_LM].flops["step"] == 2 * direct[BASE_LM].flops["step"] > 0
-    assert parts(contrastive=1)[BASE_LM].flops["step"] == 0
-    assert parts(reconstruction=1)[BASE_LM].flops["step"] > direct[BASE_LM].flops["step"]
-    assert list(both) == list(PARTS)

@@ -44,20 +44,6 @@ def recipe(folder: Path, **trainer: Any) -> TunePriorConfig:
     return TunePriorConfig.parse({"start_from": str(folder), "data": DATA, "trainer": {**values, **trainer}}, "test")
 
 
-def test_questions_learn_to_rank_their_documents_first(folder: Path) -> None:
-    task = TunePriorTask(recipe(folder))
-    batch = task.batch(0, 0, 16)
-    optimizer = torch.optim.Adam([weight for weight in task.parameters() if weight.requires_grad], 1e-4)
-    losses = []
-    for _ in range(4):
-        loss = task(batch)["loss"]
-        losses.append(float(loss.detach()))
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-    assert losses[-1] < 0.8 * losses[0]
-
-
 def test_the_loss_is_that_of_the_model_as_it_is_used(folder: Path) -> None:
     """The oracle encodes whole memory tokens, and compares them pair by pair."""
     task = TunePriorTask(recipe(folder))
@@ -73,7 +59,8 @@ def test_the_loss_is_that_of_the_model_as_it_is_used(folder: Path) -> None:
 
 
 def test_a_run_changes_the_encoder_and_the_prior_alone(folder: Path, tmp_path: Path) -> None:
-    run_task("tune_prior", recipe(folder, steps=2, validate_every=2), tmp_path / "run")
+    """What compares texts learns faster than the encoder: Adam's first step moves each weight by its learning rate."""
+    run_task("tune_prior", recipe(folder, steps=1, average_from=None), tmp_path / "run")
     before, after = MACModel.from_pretrained(folder, device="cpu"), MACModel.from_pretrained(tmp_path / "run" / "last")
     stored = before.mac_state()
     assert stored.keys() == after.mac_state().keys()
@@ -84,17 +71,7 @@ def test_a_run_changes_the_encoder_and_the_prior_alone(folder: Path, tmp_path: P
     for name, weight in before.base_lm.state_dict().items():  # its embeddings are the encoder's, too
         assert torch.equal(weight, after.base_lm.state_dict()[name]), name
     assert before.fingerprint != after.fingerprint  # banks of one are not the other's
-    weights = [model.aggregation.prior.lexical_weight for model in (before, after) if model.aggregation.prior]
-    assert weights[0] != weights[1]
-
-
-def test_what_compares_texts_learns_faster_than_the_encoder(folder: Path, tmp_path: Path) -> None:
-    """Adam's first step moves each weight by its learning rate."""
-    run_task("tune_prior", recipe(folder, steps=1, average_from=None), tmp_path / "run")
-    before, after = (
-        MACModel.from_pretrained(place, device="cpu").mac_state() for place in (folder, tmp_path / "run" / "last")
-    )
-    moved = {name: (after[name] - before[name]).abs().max().item() for name in before}
+    moved = {name: (weight - stored[name]).abs().max().item() for name, weight in after.mac_state().items()}
     prior = "aggregation.prior."
     assert moved[f"{prior}query.weight"] == pytest.approx(3e-4, rel=0.01)
     assert moved[f"{prior}key.weight"] == pytest.approx(3e-4, rel=0.01)

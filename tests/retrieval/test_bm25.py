@@ -65,13 +65,6 @@ def random_corpus(rng: random.Random) -> tuple[list[str], list[str]]:
     return texts, [" ".join(rng.choices([*words, "unknown"], k=rng.randint(0, 6))) for _ in range(5)]
 
 
-def test_the_index_ranks_and_scores_as_the_formula_says() -> None:
-    rng = random.Random(3)
-    for _ in range(200):
-        texts, questions = random_corpus(rng)
-        check_against_oracle(texts, questions, rng.randint(1, 12), Tokenizer())
-
-
 def test_rank_bm25_ranks_and_scores_as_the_library_does() -> None:
     """rank_bm25 unchanged, as its users call it. It cannot index documents that hold no term at all."""
     rng = random.Random(4)
@@ -121,24 +114,6 @@ def test_changes_leave_the_index_of_a_fresh_start(engine: Engine, data: st.DataO
         fresh.add(list(kept.values()))
         questions = data.draw(st.lists(TEXTS, max_size=3))
         assert retriever.retrieve(questions, 3) == fresh.retrieve(questions, 3)
-
-
-def test_stemming_and_stop_words_are_optional() -> None:
-    texts = ["the storms of May", "a quiet June"]
-    question = ["What did the storm do?"]
-    assert [hit.document_id for hit in filled("incremental", texts).retrieve(question, 5)[0]] == ["d0"]
-    assert filled("incremental", texts, Tokenizer(stemmer=None)).retrieve(question, 5) == [[]]
-    [hits] = filled("incremental", texts, Tokenizer(stemmer=None, stopwords=())).retrieve(question, 5)
-    assert [hit.document_id for hit in hits] == ["d0"]
-
-
-@pytest.mark.parametrize("engine", ENGINES)
-def test_equal_scores_rank_in_stream_order(engine: Engine) -> None:
-    retriever = filled(engine, ["storm"] * 9)
-    retriever.delete("d0")
-    retriever.add([Document("d0", "storm")])
-    [hits] = retriever.retrieve(["storm"], 5)
-    assert [hit.document_id for hit in hits] == ["d1", "d2", "d3", "d4", "d5"]
 
 
 class TestFiles:
@@ -213,12 +188,6 @@ class TestFiles:
         again = BM25Retriever.load(tmp_path)
         assert again.retrieve(["fog", "no fog"], 2) == [[], []]
         assert len(again.retrieve(["storm or fog"], 2)[0]) == 1
-
-    def test_metadata_that_is_no_json_is_refused(self) -> None:
-        retriever = filled("incremental", ["storm"])
-        with pytest.raises(BankError, match="metadata of document 'x' cannot be kept as JSON"):
-            retriever.add([Document("y", "storm"), Document("x", "storm", {"when": object()})])
-        assert len(retriever) == 1
 
 
 def test_unknown_engine_and_languages_are_refused() -> None:

@@ -241,22 +241,6 @@ for _ in sys.stdin:
     assert again.documents(["d0"])[0].text == "from there"
 
 
-def test_a_killed_server_loses_nothing_that_was_taken_in(tmp_path: Path) -> None:
-    with Server(tmp_path) as server:
-        chroma = ChromaRetriever(server.url, WordEncoder())
-        texts = [f"storm number {index}" for index in range(200)]
-        chroma.put(documents(*texts))
-        chroma.delete("d7")
-        server.process.send_signal(signal.SIGKILL)
-        server.process.wait()
-        with pytest.raises(BankError, match="no Chroma server answers at"):
-            chroma.put(documents("never"))
-        server.start()
-        kept = [document for document in documents(*texts) if document.id != "d7"]
-        assert chroma.documents(list(chroma.content_hashes())) == kept  # the same retriever goes on
-        assert [hit.document_id for hit in chroma.retrieve(["storm"], 3, allowed={"d7", "d41"})[0]] == ["d41"]
-
-
 def test_by_name(server: Server, tmp_path: Path) -> None:
     for spec in (f"chroma:{tmp_path / 'folder'}", f"chroma:{server.url}"):
         chroma = make_retriever(spec)

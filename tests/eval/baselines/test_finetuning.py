@@ -11,13 +11,10 @@ from pathlib import Path
 import pytest
 import spacy
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from eval.baselines.finetuning import (
     RULES,
     FineTuning,
-    Passage,
     SalientSpanWeights,
     TokenWeighting,
     UniformWeights,
@@ -130,11 +127,6 @@ def test_rules_find_names_dates_and_numbers() -> None:
         assert not any(first <= at < end for first, end in rule_spans(TEXT)), ordinary
 
 
-@given(st.text(alphabet=st.sampled_from("aB é.Ü1,\n$-'\"(May 3")) | st.text())
-def test_spans_lie_inside_the_text(text: str) -> None:
-    assert all(0 <= first < end <= len(text) for first, end in rule_spans(text))
-
-
 @pytest.fixture
 def pipelines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder from which Python imports packages, with no spaCy pipeline beyond those put there."""
@@ -173,20 +165,6 @@ def test_an_installed_english_pipeline_finds_the_spans(pipelines: Path, tiny_mod
     (passage,) = passages(tiny_model.base_lm.prompts, TEXT, 1024)
     kept = [span for span, weight in zip(passage.spans, found.weights(passage), strict=True) if weight]
     assert "".join(passage.text[first:end] for first, end in kept).strip() == "Lund Bank"
-
-
-@given(st.lists(st.tuples(st.integers(0, 11), st.integers(1, 6)), max_size=4), st.lists(st.integers(1, 3), max_size=8))
-def test_a_token_counts_where_it_overlaps_a_span(drawn: list[tuple[int, int]], lengths: list[int]) -> None:
-    spans = [(first, min(12, first + length)) for first, length in drawn]
-    tokens, at = [(0, 0)], 0
-    for length in lengths:
-        tokens.append((at, min(12, at + length)))
-        at = min(12, at + length)
-    passage = Passage(torch.zeros(len(tokens), dtype=torch.long), "x" * 12, tuple(tokens))
-    weights = SalientSpanWeights(lambda _: spans, "given").weights(passage)
-    expected = [float(any(max(a, first) < min(b, end) for first, end in spans)) for a, b in tokens]
-    assert weights.tolist() == expected
-    assert UniformWeights().weights(passage).tolist() == [1.0] * len(tokens)
 
 
 @pytest.mark.parametrize("window", [1024, 20])

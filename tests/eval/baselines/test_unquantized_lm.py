@@ -12,7 +12,6 @@ from transformers import AutoModelForCausalLM
 
 from eval.baselines.factory import SCALES, SystemFactory
 from eval.baselines.finetuning import FineTuning
-from eval.harness.scales import PAPER_SCALE, Setup
 from mac_rag.data.newswire.generate import generate
 from mac_rag.errors import ConfigError
 from mac_rag.model import MACModel
@@ -89,11 +88,3 @@ def test_a_method_that_runs_out_of_memory_is_listed(evaluate: Evaluate, monkeypa
     made = evaluate("main_table", *OPTIONS)
     assert made.result.not_run == {"uniform": "out of memory: CUDA out of memory. Tried to allocate 2.00 GiB."}
     assert list(made.rows) == ["MAC"]
-
-
-def test_the_papers_models_bring_their_lm() -> None:
-    table = PAPER_SCALE["main_table"]
-    assert table.lm == "runs/gpt2-xl/tune_qa/best"
-    assert table.override(documents=3).lm == table.lm
-    assert table.override(model="another").lm is None
-    assert Setup("mac-tiny", 3).lm is None

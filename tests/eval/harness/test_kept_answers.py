@@ -61,19 +61,6 @@ def test_equal_prompts_of_two_retrievers_are_answered_once(tiny_model: MACModel)
     assert [row.model_copy(update={"name": ""}) for row in one] == [row.model_copy(update={"name": ""}) for row in two]
 
 
-def test_prompts_truncated_alike_are_answered_once(tiny_model: MACModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    prompts = tiny_model.base_lm.prompts
-    longest = max(len(prompts.prompt("", [document.text])) for document in STREAM.documents)
-    questions = [len(prompts.prompt(question.question)) for question in STREAM.questions]
-    window = longest + max(questions) + tiny_model.config.max_new_tokens
-    monkeypatch.setattr(tiny_model, "config", tiny_model.config.model_copy(update={"context_window": window}))
-    engine = Counting(tiny_model)
-    outcome = run_protocol(engine, STREAM, {"one": BM25Retriever()}, [2, 3])
-    *_, two, _, three, _ = outcome.rows
-    assert 0 < two.truncated <= three.truncated
-    assert engine.asked == 4 * 12  # what fits of three is what fits of two
-
-
 def test_an_interrupted_run_continues(tiny_model: MACModel, tmp_path: Path) -> None:
     path = tmp_path / "new" / "answers.jsonl"
     engine = Counting(tiny_model)

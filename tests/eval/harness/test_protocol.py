@@ -14,7 +14,6 @@ from mac_rag.data.types import Document, QADataset, Question
 from mac_rag.engine import MACEngine
 from mac_rag.model import MACModel
 from mac_rag.retrieval import BM25Retriever
-from mac_rag.retrieval.bm25 import Tokenizer
 
 STREAM = generate("test", 6, seed=5)
 ASKED = [question.question for question in STREAM.questions]
@@ -43,16 +42,6 @@ def test_every_row_answers_from_the_memory_and_documents_in_its_name(tiny_model:
     for sample, found in zip(outcome.samples, hits):
         assert sample.rows["MAC"].retrieved == ()
         assert sample.rows["bm25 top-1"].retrieved == tuple(hit.document_id for hit in found)
-
-
-def test_several_retrievers_and_ks_make_one_table(tiny_model: MACModel) -> None:
-    retrievers = {"one": BM25Retriever(), "other": BM25Retriever(tokenizer=Tokenizer(stemmer=None))}
-    outcome = run_protocol(MACEngine(tiny_model), STREAM, retrievers, [1, 3])
-    expected = [f"{name} top-{k}{memory}" for name in retrievers for k in (1, 3) for memory in ("", " + MAC")]
-    assert [row.name for row in outcome.rows] == ["LM alone", "MAC", *expected]
-    assert [row.k for row in outcome.rows] == [None, None, *(k for _ in retrievers for k in (1, 1, 3, 3))]
-    for name, sample in ((row.name, sample) for row in outcome.rows for sample in outcome.samples):
-        assert len(sample.rows[name].retrieved) <= (int(name.split("-")[1].split()[0]) if "top" in name else 0)
 
 
 def test_each_memory_weight_is_a_row(tiny_model: MACModel) -> None:

@@ -26,7 +26,7 @@ from eval.harness.results import (
     provenance,
     result_path,
 )
-from eval.harness.row_table import show, show_further
+from eval.harness.row_table import show
 from mac_rag.data.types import Question
 from mac_rag.errors import ConfigError, DataError
 from tests.helpers import DEEP, DIGITS
@@ -97,13 +97,6 @@ class TestFile:
         assert read.read_samples(path) == ()
         assert [file.name for file in tmp_path.iterdir()] == ["r.json"]
 
-    def test_replaces_another_and_leaves_nothing_beside_it(self, tmp_path: Path) -> None:
-        path = tmp_path / "result.json"
-        result(seed=1).write(path, [SAMPLE])
-        result(seed=2).write(path, [SAMPLE])
-        assert Result.read(path).seed == 2
-        assert sorted(file.name for file in tmp_path.iterdir()) == ["result.json", "result.samples.jsonl"]
-
     @pytest.mark.parametrize(
         ("content", "message"),
         [
@@ -121,10 +114,6 @@ class TestFile:
         with pytest.raises(DataError, match=message) as refusal:
             Result.read(tmp_path / "r.json")
         assert "r.json" in str(refusal.value)
-
-    def test_a_missing_file_is_named(self, tmp_path: Path) -> None:
-        with pytest.raises(DataError, match=r"r\.json cannot be read: No such file"):
-            Result.read(tmp_path / "r.json")
 
     def test_samples_are_those_of_the_result(self, tmp_path: Path) -> None:
         path = tmp_path / "r.json"
@@ -191,16 +180,6 @@ def test_a_table_shows_percentages_and_any_measures(capsys: pytest.CaptureFixtur
     show(rows, title="dropout")
     expected = [["F1", "peak_mb", "seconds"], ["p0", "-", "1,234", "-"], ["p1", "50.0", "-", "0.25"]]
     assert cells(capsys.readouterr().out) == expected
-
-
-def test_a_second_table_has_the_figures_that_are_behind_the_first(capsys: pytest.CaptureFixture[str]) -> None:
-    show_further(
-        [ROW.model_copy(update={"substring": 0.5}), ROW.model_copy(update={"name": "BM25", "mrr_at_k": 0.125})]
-    )
-    expected = [["substring", "MRR@k"], ["MAC", "50.0", "-"], ["BM25", "-", "12.5"]]
-    assert cells(capsys.readouterr().out) == expected
-    show_further([ROW])
-    assert capsys.readouterr().out == ""
 
 
 def test_the_gain_by_dates_is_one_column(capsys: pytest.CaptureFixture[str]) -> None:

@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from eval.harness.command import whole_numbers
-from eval.harness.scales import Setup
 from eval.harness.streams import named_data, open_stream
 from mac_rag.data.archivalqa import write_archivalqa
 from mac_rag.data.newswire.generate import generate
@@ -59,22 +58,7 @@ def test_a_data_set_is_read_from_its_folder(tmp_path: Path) -> None:
         open_stream(f"squad:{tmp_path}", "test", 6, 3, seed=0, scale="tiny")
 
 
-@pytest.mark.parametrize("text", ["", "32,", "many", "3.5"])
-def test_sizes_must_be_whole_numbers(text: str) -> None:
-    with pytest.raises(ConfigError, match="whole numbers"):
-        whole_numbers("--sizes", text)
-
-
 def test_sizes_are_sorted_and_at_least_one() -> None:
     assert whole_numbers("--sizes", "256, 32,32") == [32, 256]
     with pytest.raises(ConfigError, match="at least 1, got '0,5'"):
         whole_numbers("--sizes", "0,5")
-
-
-SETUP = Setup("mac-tiny", 6, 3)
-
-
-def test_options_override_the_setup() -> None:
-    assert SETUP.override() == SETUP
-    assert SETUP.override(model="folder", documents=9, questions=1) == Setup("folder", 9, 1)
-    assert SETUP.options({"model": None, "seed": 4}) == {"model": "mac-tiny", "documents": 6, "questions": 3, "seed": 4}

@@ -138,14 +138,6 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
 
 
 class TestPage:
-    def test_is_self_contained(self, made: tuple[Path, str]) -> None:
-        parsed = Elements(made[1])
-        assert parsed.misplaced == []
-        assert not {tag for tag, _ in parsed.found} & {"script", "link", "img"}
-        assert all(link.startswith(("#", "data:image/png;base64,")) for link in parsed.values(*LINKS))
-        assert re.findall(r"url\((?!#)", made[1]) == []
-        assert "@import" not in made[1]
-
     def test_ids_are_unique_and_links_have_targets(self, made: tuple[Path, str]) -> None:
         parsed = Elements(made[1])
         assert [name for name, count in Counter(parsed.values("id")).items() if count > 1] == []
@@ -167,10 +159,6 @@ class TestPage:
         assert "quantization: not run, needs a GPU" in made[1]
         assert "ood-squad: failed, no &lt;b&gt;memory&lt;/b&gt;" in made[1]
         assert "CaMeLS on a GPU: there is none" in made[1]
-
-    def test_cells_of_a_heat_map_are_not_rows_of_the_table(self, made: tuple[Path, str]) -> None:
-        assert "random distractors" in made[1]
-        assert "gold, token 1" not in made[1]
 
     def test_equal_results_give_equal_pages(self, made: tuple[Path, str], tmp_path: Path) -> None:
         (tmp_path / "retention.json").write_bytes((made[0] / "retention.json").read_bytes())
@@ -241,18 +229,6 @@ class TestCollection:
         text = page(collect([tmp_path]))
         assert "Left out: " in text
         assert "old.json has schema version 2" in text
-
-    def test_two_data_sets_of_ones_own_are_two(self, tmp_path: Path) -> None:
-        for name in ("a", "b"):
-            own = Data(name="own", split="test", source=f"{name}.jsonl", documents=1, questions=1)
-            result("qa", [scored("MAC", 0.5)], data=own).write(tmp_path / f"{name}.json")
-        assert [file.where for file in collect([tmp_path]).files] == ["a.jsonl", "b.jsonl"]
-
-    def test_shows_experiments_that_it_does_not_know(self, tmp_path: Path) -> None:
-        result("new_idea", [scored("<b>bold</b>", 0.5)]).write(tmp_path / "a.json")
-        text = page(collect([tmp_path]))
-        assert "New idea" in text
-        assert "&lt;b&gt;bold" in text
 
 
 class TestCommand:
