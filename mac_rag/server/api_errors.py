@@ -19,7 +19,6 @@ from mac_rag.errors import (
     InstructionError,
     MACError,
     PromptError,
-    ShardLostError,
 )
 
 # The message for a fault of the server itself; the log says more.
@@ -95,7 +94,7 @@ def error_of(error: BaseException) -> APIError:
         return APIError(507, "the server's disk is full, so nothing was changed; try again later", code="disk_full")
     if isinstance(error, CancelledError):
         return closing("the server is closing, so nothing was changed")
-    if isinstance(error, DamageError | FingerprintError | ShardLostError):
+    if isinstance(error, DamageError | FingerprintError):
         return APIError(503, _OURS, code="bank_unavailable")
     if isinstance(error, DocumentError | DataError | ConfigError | PromptError | InstructionError):
         return APIError(400, message)

@@ -42,7 +42,6 @@ class ServedQuestion:
         max_new_tokens: longest answer in tokens.
         sources: most documents to name as sources.
         min_confidence: as `MACEngine.answer` takes it.
-        hits: the documents in front of the question, if already retrieved; None to retrieve them.
     """
 
     text: str
@@ -58,7 +57,6 @@ class ServedQuestion:
     max_new_tokens: int | None = None
     sources: int = 0
     min_confidence: float | None = None
-    hits: tuple[Hit, ...] | None = None
 
     @property
     def seen(self) -> dict[str, Any]:
@@ -152,7 +150,7 @@ class Asking:
             first = self.answer(questions[:together], cancelled)
             return first + self.answer(questions[together:], cancelled)
         like = questions[0]
-        prompts = [self._prompt(question) for question in questions] if self._retrieves(like) else None
+        prompts = [self._prompt(question) for question in questions] if self._is_conversation(like) else None
         with self._metrics.part("answer"):
             answers = self._engine(like).answer(
                 [question.text for question in questions] if prompts is None else [prompt for prompt, _ in prompts],
@@ -245,19 +243,14 @@ class Asking:
         return self._alone if question.bank is None else question.bank.engine
 
     def _retrieved(self, question: ServedQuestion) -> list[Hit]:
-        if question.hits is not None:
-            return list(question.hits)
         if question.bank is None or not question.use_retriever or question.bank.engine.retriever is None:
             return []
         k = question.bank.engine.k if question.k is None else question.k
         return self.search(question.bank, question.text, k, question.allowed, question.as_of)
 
     def _is_conversation(self, question: ServedQuestion) -> bool:
-        return bool(question.before) and self.reads_conversations
-
-    def _retrieves(self, question: ServedQuestion) -> bool:
         """True if this class retrieves the documents of an answer, and not the engine, for all of a batch at once."""
-        return question.hits is not None or self._is_conversation(question)
+        return bool(question.before) and self.reads_conversations
 
     def _prompt(self, question: ServedQuestion) -> tuple[FittedPrompt, list[Hit]]:
         """The prompt of a question, and its retrieved documents."""

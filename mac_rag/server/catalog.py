@@ -27,13 +27,10 @@ from mac_rag.atomic_files import (
 from mac_rag.bank.bank import MemoryBank
 from mac_rag.bank.bm25 import BankBM25Retriever
 from mac_rag.bank.copies import backup
-from mac_rag.bank.interface import Bank
 from mac_rag.data.dates import ALWAYS, written
 from mac_rag.data.metadata_filters import Filters, condition
 from mac_rag.data.provenance import Member
 from mac_rag.data.types import AdaptReport, Document
-from mac_rag.distributed.shard_files import SHARDS
-from mac_rag.distributed.sharded_contents import ShardedContents
 from mac_rag.engine import MACEngine
 from mac_rag.errors import BankError, CancelledError, ConfigError, MACError
 from mac_rag.model import MACModel
@@ -55,30 +52,20 @@ class ServedBank:
         name: its name.
         engine: its engine, whose bank is in a folder.
         retriever: the name of its retriever; `none` for none.
-
-    Attributes:
-        opening: a random id, new each time the bank is opened.
-        changes: number of changes since it was opened.
     """
 
     def __init__(self, name: str, engine: MACEngine, retriever: str) -> None:
         self.name = name
         self.engine = engine
         self.retriever = retriever
-        self.opening = token_hex(8)
-        self.changes = 0
         self._changing = threading.Lock()
         self._closed = False
         self._filtered: dict[tuple[int, bytes], frozenset[str]] = {}
 
     @property
-    def bank(self) -> Bank:
+    def bank(self) -> MemoryBank:
+        assert isinstance(self.engine.bank, MemoryBank)
         return self.engine.bank
-
-    @property
-    def nbytes(self) -> int | None:
-        """Bytes of the bank's rows; None for a bank in shards, whose rows are in other processes."""
-        return self.bank.nbytes if isinstance(self.bank, MemoryBank) else None
 
     def __len__(self) -> int:
         return len(self.engine.snapshot)
@@ -91,9 +78,8 @@ class ServedBank:
             "object": "bank",
             "state": "open",
             "documents": len(seen),
-            "bytes": self.nbytes,
-            "rows": bank.layout.name if isinstance(bank, MemoryBank) and len(seen) else None,
-            "shards": len(bank.directories) if isinstance(bank, ShardedContents) else None,
+            "bytes": bank.nbytes,
+            "rows": bank.layout.name if len(seen) else None,
             "retriever": self.retriever,
             "keep_texts": bank.keep_texts,
             "model": bank.fingerprint,
@@ -248,10 +234,7 @@ class ServedBank:
         try:
             if self._closed:
                 raise closing("the bank is being closed, so nothing was changed")
-            try:
-                yield
-            finally:
-                self.changes += 1
+            yield
         finally:
             self._changing.release()
 
@@ -299,24 +282,21 @@ def check_bank_name(name: str) -> None:
 class BankCatalog:
     """The banks in a folder, all open for writing. Thread-safe.
 
-    A bank is `banks/NAME`, with `bank`, a file or, for a bank in shards, a folder, and the folder `retriever`. BM25 has
-    no folder, because its index is in the bank's file, unless the bank is in shards. A bank gets its name when it is
-    complete, and loses the name before it is removed. The next start removes what a killed process has left of either
-    step.
+    A bank is `banks/NAME`, with the file `bank` and the folder `retriever`; BM25 has no folder, because its index is in
+    the bank's file. A bank gets its name when it is complete, and loses the name before it is removed. The next start
+    removes what a killed process has left of either step.
 
     Args:
         folder: the server's folder.
         model: the model that reads all of them.
-        shards: number of shards of a new bank, each in a process of its own; None for a bank in one piece.
 
     Attributes:
         unavailable: names of the banks that could not be opened; the log says why.
     """
 
-    def __init__(self, folder: Path, model: MACModel, shards: int | None = None) -> None:
+    def __init__(self, folder: Path, model: MACModel) -> None:
         self._banks_folder, self._backups = folder / "banks", folder / "backups"
         self._model = model
-        self._shards = shards
         self._lock = threading.Lock()
         self._banks: dict[str, ServedBank] = {}
         self.unavailable: set[str] = set()
@@ -337,11 +317,13 @@ class BankCatalog:
     def _open(self, name: str) -> ServedBank:
         place = self._banks_folder / name
         retriever = _read_settings(place / _SETTINGS)
-        if self._shards is None and is_in_shards(place / "bank"):
-            raise BankError(f"{place} is a bank in shards; serve it with mac-rag serve --ray")
-        bank = open_bank(place / "bank", self._model, write=True)
+        bank = MemoryBank.open(place / "bank", write=True, fingerprint=self._model.fingerprint)
         try:
-            found = _retriever_of(bank, retriever, place / "retriever")
+            found: Retriever | None = None
+            if retriever != "none":
+                found = (
+                    BankBM25Retriever(bank) if retriever == "bm25" else StoredRetriever(retriever, place / "retriever")
+                )
             return ServedBank(name, MACEngine(self._model, bank, found), retriever)
         except BaseException:
             bank.close()
@@ -365,31 +347,28 @@ class BankCatalog:
                 raise no_such_bank(name)
             return self._banks[name]
 
-    def create(self, name: str, *, retriever: str, keep_texts: bool | None = None) -> ServedBank:
+    def create(self, name: str, *, retriever: str, keep_texts: bool = True) -> ServedBank:
         """Makes an empty bank.
 
         Args:
             name: its name.
             retriever: one of `RETRIEVERS`.
-            keep_texts: True to keep texts; None to keep them if the bank can.
+            keep_texts: True to keep texts.
 
         Raises:
-            APIError: 400 for an invalid name, or for an option that a bank in shards does not have; 409 for a name
-                that is taken.
+            APIError: 400 for an invalid name; 409 for a name that is taken.
             ModelLoadError: if a package that the retriever needs is not installed.
         """
         check_bank_name(name)
-        if self._shards is not None and keep_texts:
-            raise APIError(400, "a bank in shards keeps no texts; leave out keep_texts", param="keep_texts")
         with self._lock:
             place = self._banks_folder / name
             self._check_free(name)
             new = self._banks_folder / f".new-{token_hex(8)}"
             try:
                 make_folder(new)
-                self._create_bank(new / "bank", keep_texts is not False)
+                MemoryBank.create(new / "bank", self._model.fingerprint, keep_texts=keep_texts).close()
                 write_text(new / _SETTINGS, sealed({"retriever": retriever}).decode())
-                if retriever != "none" and (retriever != "bm25" or self._shards is not None):
+                if retriever not in ("none", "bm25"):
                     StoredRetriever(retriever, new / "retriever").save(new / "retriever")
                 new.rename(place)
                 sync_folder(self._banks_folder)
@@ -398,14 +377,6 @@ class BankCatalog:
                 raise
             self._banks[name] = self._open(name)
             return self._banks[name]
-
-    def _create_bank(self, place: Path, keep_texts: bool) -> None:
-        if self._shards is not None:
-            from mac_rag.distributed import ShardedBank
-
-            ShardedBank.create(place, self._model, shards=self._shards).close()
-        else:
-            MemoryBank.create(place, self._model.fingerprint, keep_texts=keep_texts).close()
 
     def delete(self, name: str) -> None:
         """Deletes a bank and all of its documents, after the running change. Running questions are finished.
@@ -461,8 +432,6 @@ class BankCatalog:
             The name of the backup, and the number of its documents.
         """
         bank = self.get(name)
-        if not isinstance(bank.bank, MemoryBank):
-            raise APIError(400, f"bank {name} is in shards; copy its folder while the server is stopped", param="name")
         moment = datetime.now(UTC).strftime("%Y%m%dT%H%M%S")
         label = f"{name}.{moment}.{token_hex(3)}"
         make_folder(self._backups)
@@ -475,31 +444,6 @@ class BankCatalog:
             banks, self._banks = list(self._banks.values()), {}
         closed = [bank.close(seconds) for bank in banks]
         return all(closed)
-
-
-def is_in_shards(folder: Path) -> bool:
-    """True if a folder holds a bank in shards."""
-    return (folder / SHARDS).exists()
-
-
-def open_bank(folder: Path, model: MACModel, *, write: bool) -> Bank:
-    """Opens a bank, in one piece or in shards.
-
-    Raises:
-        BankError, FingerprintError: as `MemoryBank.open` and `ShardedBank.open`.
-    """
-    if not is_in_shards(folder):
-        return MemoryBank.open(folder, write=write, fingerprint=model.fingerprint)
-    from mac_rag.distributed import ShardedBank
-
-    return ShardedBank.open(folder, model, write=write)
-
-
-def _retriever_of(bank: Bank, spec: str, folder: Path) -> Retriever | None:
-    """A bank's retriever: BM25 in the bank's file or, for a bank in shards, in a folder, as all others are."""
-    if spec == "none":
-        return None
-    return BankBM25Retriever(bank) if spec == "bm25" and isinstance(bank, MemoryBank) else StoredRetriever(spec, folder)
 
 
 def _read_settings(path: Path) -> str:
