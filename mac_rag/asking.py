@@ -276,7 +276,6 @@ def _answered(
         between=between,
     )
     discarded = [0.0] * len(batch) if aggregated is None else aggregated.discarded.tolist()
-    unread = 0.0 if aggregated is None else aggregated.unread
     sources: list[tuple[Source, ...]] = [()] * len(batch)
     if settings.sources:
         questions = [prompt.question for prompt in prompts]
@@ -291,7 +290,6 @@ def _answered(
             tuple(hit.document_id for hit in one.hits if hit.document_id),
             one.prompt.truncated,
             share,
-            unread,
             found,
             decoded=decoded,
             prompt_tokens=len(one.prompt.ids),
