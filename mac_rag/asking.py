@@ -444,11 +444,7 @@ def mode_of(prompt: FittedPrompt) -> Mode:
 
 
 def check_threshold(min_confidence: float | None) -> None:
-    """Checks a `min_confidence`.
-
-    Raises:
-        ConfigError: for a value outside [0, 1].
-    """
+    """Checks a `min_confidence`. Raises ConfigError for a value outside [0, 1]."""
     if min_confidence is not None and not 0 <= min_confidence <= 1:
         raise ConfigError(f"min_confidence is {min_confidence}; give a probability from 0 to 1")
 

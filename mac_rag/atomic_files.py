@@ -134,11 +134,7 @@ def sealed(content: Mapping[str, Any]) -> bytes:
 
 
 def unsealed(data: bytes) -> dict[str, Any]:
-    """The content of a sealed line.
-
-    Raises:
-        MalformedError: if the line is not, byte for byte, what `sealed` wrote.
-    """
+    """The content of a sealed line. Raises MalformedError if the line is not, byte for byte, what `sealed` wrote."""
     content = parse_json(data)
     if not isinstance(content, dict):
         raise MalformedError("it is not a JSON object")

@@ -33,11 +33,7 @@ class ProgressBar:
         )
 
     def advance(self, count: int = 1) -> None:
-        """Reports that `count` more units are done.
-
-        Raises:
-            CancelledError: if the rest need not be done.
-        """
+        """Reports that `count` more units are done. Raises CancelledError if the rest need not be done."""
         if self._cancelled is not None and self._cancelled():
             raise CancelledError("nobody waits for this any more, so it was not finished")
         self._bar.update(count)

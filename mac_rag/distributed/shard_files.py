@@ -123,11 +123,7 @@ class ShardMark(_SealedFile):
     shards: _Count
 
     def check(self, expected: ShardMark, folder: Path) -> None:
-        """Refuses a folder that holds another shard.
-
-        Raises:
-            BankError: for another shard; the message says which one.
-        """
+        """Refuses a folder that holds another shard. Raises BankError for another shard; the message says which one."""
         if self == expected:
             return
         if self.bank != expected.bank:
@@ -142,11 +138,7 @@ class ShardMark(_SealedFile):
 
 
 def read_mark(folder: Path) -> ShardMark:
-    """The mark of a shard's folder.
-
-    Raises:
-        BankError: if the folder holds no shard, or a damaged mark.
-    """
+    """The mark of a shard's folder. Raises BankError if the folder holds no shard, or a damaged mark."""
     return ShardMark.read(
         folder / MARK, f"{folder} holds no shard: it is lost or was moved; put it back, or restore it from a backup"
     )

@@ -73,11 +73,7 @@ def write(folder: Path, kind: str, body: Mapping[str, Any], arrays: Mapping[str,
 
 
 def exists(folder: Path) -> bool:
-    """True if the folder holds a retriever.
-
-    Raises:
-        BankError: if the folder cannot be read.
-    """
+    """True if the folder holds a retriever. Raises BankError if the folder cannot be read."""
     try:
         return (folder / MANIFEST).exists()
     except OSError as error:

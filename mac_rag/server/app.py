@@ -305,11 +305,7 @@ class Gate:
             _access.info(json.dumps({**record, **who_asked}))
 
     def _admit(self, scope: Scope) -> Principal | None:
-        """The principal that makes a request; None for a public path.
-
-        Raises:
-            APIError: if the request is refused.
-        """
+        """The principal that makes a request; None for a public path. Raises APIError if the request is refused."""
         if sum(len(name) + len(value) for name, value in scope["headers"]) > _HEADER_BYTES:
             raise APIError(431, f"the headers have more than {_HEADER_BYTES:,} bytes; send fewer or shorter ones")
         length = _only(scope, b"content-length")
@@ -482,11 +478,7 @@ class RateLimit:
         self._left: dict[str, tuple[float, float]] = {}  # name -> tokens left, and when they were counted
 
     def take(self, name: str) -> None:
-        """Counts a request.
-
-        Raises:
-            APIError: 429 if there were too many requests; says when to try again.
-        """
+        """Counts a request. Raises APIError: 429 if there were too many requests; says when to try again."""
         if not self._per_minute:
             return
         now = self._clock()

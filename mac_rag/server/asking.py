@@ -208,11 +208,7 @@ class Asking:
     def search(
         self, bank: ServedBank, text: str, k: int, allowed: frozenset[str] | None, as_of: str | None
     ) -> list[Hit]:
-        """The documents that the bank's retriever finds.
-
-        Raises:
-            MACError: as `MACEngine.retrieve`.
-        """
+        """The documents that the bank's retriever finds. Raises MACError as `MACEngine.retrieve`."""
         with self._metrics.part("search"):
             [hits] = bank.engine.retrieve([text], k=k, allowed=allowed, as_of=as_of)
             return hits

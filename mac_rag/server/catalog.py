@@ -335,11 +335,7 @@ class BankCatalog:
             return [bank for _, bank in sorted(self._banks.items())]
 
     def get(self, name: str) -> ServedBank:
-        """A bank by its name.
-
-        Raises:
-            APIError: 404 for an unknown name; 503 for a bank that could not be opened.
-        """
+        """A bank by its name. Raises APIError: 404 for an unknown name; 503 for a bank that could not be opened."""
         with self._lock:
             if name in self.unavailable:
                 raise APIError(503, f"bank {name} could not be opened; the server's log says why", code="unavailable")

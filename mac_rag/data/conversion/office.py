@@ -288,11 +288,7 @@ def _zipped(parts: Mapping[str, bytes]) -> bytes:
 
 
 def _word(parts: _Parts, notices: Notices) -> tuple[bytes, Texts]:
-    """A Word file in elements that pandoc reads, and its texts.
-
-    Raises:
-        KeyError: if a part is missing.
-    """
+    """A Word file in elements that pandoc reads, and its texts. Raises KeyError if a part is missing."""
     main = next(iter(parts.targets("_rels/.rels", "/officeDocument")), "word/document.xml")
     folder = posixpath.dirname(main)
     styles = parts.xml(f"{folder}/styles.xml") if f"{folder}/styles.xml" in parts.names else Element("none")
@@ -415,11 +411,7 @@ def _state(run: Element) -> str:
 
 
 def _open_document(parts: _Parts, _: Notices) -> tuple[bytes, Texts]:
-    """An OpenDocument text in elements that pandoc reads, and its texts.
-
-    Raises:
-        KeyError: if a part is missing.
-    """
+    """An OpenDocument text in elements that pandoc reads, and its texts. Raises KeyError if a part is missing."""
     if "META-INF/manifest.xml" in parts.names and b"encryption-data" in parts.read("META-INF/manifest.xml"):
         raise UnreadableError("is encrypted; save it without a password")
     roots = {name: parts.xml(name) for name in parts.names if re.search(r"(^|/)(content|styles)\.xml$", name)}
