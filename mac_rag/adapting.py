@@ -261,16 +261,12 @@ class DocumentWriter:
     def put(
         self, bank: Bank, documents: Sequence[Document], phi: Written | None, rows: Sequence[int]
     ) -> tuple[str, ...]:
-        """Writes documents to the bank, without committing.
+        """Writes documents to the bank, without committing; returns the ids that it forgot to stay within its bound.
 
         Args:
-            bank: the bank.
-            documents: the documents.
+            bank, documents: the bank and the documents.
             phi: their memory tokens `[rows, T, D]`; None if there are none.
             rows: number of rows of each document; 0 for a document of which only the metadata changes.
-
-        Returns:
-            The ids of documents that the bank forgot to stay within its bound.
         """
         if not all(rows):  # first, because the bank may forget these documents to make room for the others
             bank.describe([document for document, count in zip(documents, rows) if not count])
@@ -385,15 +381,7 @@ def holds_text(bank: BankContents, document: Document) -> bool:
 
 
 def check_supersession(members: Mapping[str, Member], bank: BankContents) -> None:
-    """Refuses documents that would supersede each other in a circle.
-
-    Args:
-        members: document id -> the new documents.
-        bank: the bank to which they are added.
-
-    Raises:
-        BankError: if there is a circle; names its documents.
-    """
+    """Refuses documents that would supersede each other in a circle, by a BankError that names them."""
 
     def superseded(name: str) -> tuple[str, ...]:
         member = members.get(name)

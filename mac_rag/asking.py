@@ -38,12 +38,7 @@ Contexts: TypeAlias = tuple[Hit, ...]
 
 @dataclass(frozen=True)
 class Call:
-    """Questions of one call of `MACEngine.answer`.
-
-    Attributes:
-        questions: texts or fitted prompts.
-        contexts: documents for each question; None to retrieve them.
-    """
+    """Questions of one call of `MACEngine.answer`. `contexts`: documents for each question; None to retrieve them."""
 
     questions: Sequence[str | FittedPrompt]
     contexts: Sequence[Sequence[str]] | None
@@ -109,14 +104,7 @@ def group_of(allowed: Container[str] | None) -> Hashable:
 
 @dataclass(frozen=True)
 class _Prepared:
-    """A question that is ready for the LM.
-
-    Attributes:
-        call: index of its call.
-        place: index of the question in that call.
-        prompt: its prompt.
-        hits: its documents.
-    """
+    """A question that is ready for the LM: its call and place in it, its prompt and its documents."""
 
     call: int
     place: int
@@ -131,14 +119,7 @@ def answer_calls(
     retriever: ConsistentRetrieval | None,
     between: Callable[[], object],
 ) -> list[list[Answer] | Exception]:
-    """Answers the questions of all calls.
-
-    Args:
-        calls: the calls.
-        settings: their common settings.
-        reader: reads the bank with the model that answers.
-        retriever: retrieves documents for questions without contexts; None for none.
-        between: as `MACModel.generate` takes it.
+    """Answers the questions of all calls; `between` is as `MACModel.generate` takes it.
 
     Returns:
         For each call its answers, or the exception that its questions or its retrieval raised.

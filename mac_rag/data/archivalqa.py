@@ -107,15 +107,9 @@ def write_rows(rows: Iterable[Mapping[str, str]], path: str | Path) -> None:
 
 
 def schema_row(question: Question, document: Document, paragraphs: Sequence[str]) -> dict[str, str]:
-    """One row of the schema.
+    """One row of the schema. `paragraphs`: all paragraphs of the article, which the column `text` holds as a JSON list.
 
-    Args:
-        question: a question with one answer.
-        document: the paragraph that answers it, with title and date as metadata.
-        paragraphs: all paragraphs of its article; the column `text` holds them as a JSON list.
-
-    Raises:
-        DataError: see `write_archivalqa`.
+    Raises DataError as `write_archivalqa`.
     """
     if len(question.answers) != 1:
         raise DataError(

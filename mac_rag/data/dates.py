@@ -133,10 +133,6 @@ def written(moment: int) -> str:
 def with_written_dates(value: Any, depth: int = METADATA_DEPTH) -> Any:
     """A value, or its copy with dates and times of Python as texts in ISO 8601, also in lists and mappings.
 
-    Args:
-        value: the value.
-        depth: how deep in lists and mappings.
-
     Examples:
         >>> with_written_dates({"date": date(2004, 5, 31)})
         {'date': '2004-05-31'}

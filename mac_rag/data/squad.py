@@ -18,14 +18,7 @@ _LARGEST = 64 << 20  # most bytes of a file in SQuAD's layout, twice the size of
 
 @dataclass(frozen=True, slots=True)
 class SplitRange:
-    """The rows of an official file that make up one split.
-
-    Attributes:
-        file: name of the official file, without `.gz`.
-        start: first row (question) of the split.
-        stop: first row after the split.
-        rows: number of questions in the whole file, which identifies the file that the paper split.
-    """
+    """The rows (questions) of an official file that make up one split; `rows`: number of rows of the whole file."""
 
     file: str
     start: int
@@ -134,16 +127,10 @@ def _field(value: Any, name: str, kind: type, where: str) -> Any:
 
 
 def select_rows(rows: Sequence[SquadRow], part: SplitRange, split: str, source: str) -> QADataset:
-    """The documents and questions of one split.
+    """The documents and questions of one split. `source`: name of the file, for messages.
 
     The id of a document is the title of its article, reduced to letters, digits, `.`, `_` and `-`, and the number of
     the paragraph in the split.
-
-    Args:
-        rows: all rows of the file.
-        part: the rows of the split.
-        split: name of the split.
-        source: name of the file, for messages.
 
     Raises:
         DataError: if the number of rows is not that of the file that the paper split, or a row has no text, question or

@@ -96,15 +96,9 @@ def _asked(
     *,
     use_prior: bool,
 ) -> dict[int, ShardQuestion]:
-    """The message about B questions to each shard.
+    """The message about B questions to each shard; `seen` as `ShardedReader._seen_rows` gives it.
 
-    Args:
-        reader: the reader.
-        question: the encoded questions.
-        seen: index of each shard to ask -> its visible rows, bool `[k]`, or None for all.
-        name: a unique name of these questions.
-        asked: `[B]`, see `mac_rag.nn.prior.RecencyTerm.penalties`; None without the term.
-        use_prior: False leaves the document prior out.
+    `asked`: `[B]`, see `mac_rag.nn.prior.RecencyTerm.penalties`; None without the term.
     """
     prior = reader.model.aggregation.prior if use_prior else None
     queries = None if prior is None else prior.queries(question)
@@ -126,11 +120,7 @@ def _asked(
 class _ShardsAttention:
     """Attention of B questions to the rows of some shards, block by block; see `mac_rag.nn.aggregation.Attend`.
 
-    Args:
-        reader: the reader.
-        question: the encoded questions.
-        seen: index of each shard to ask -> its visible rows, bool `[k]`, or None for all.
-        asked: `[B]`, see `mac_rag.nn.prior.RecencyTerm.penalties`; None without the term.
+    `seen` and `asked` are as for `_asked`.
     """
 
     def __init__(
@@ -151,13 +141,9 @@ class _ShardsAttention:
         self._to_tell: Mapping[int, ShardQuestion | None] = self.questions
 
     def begun(self, batch: int) -> FirstRows | None:
-        """Sends each shard the facts about other shards that it needs before the first block.
+        """Sends each shard the facts about others that it needs before the first block of B questions.
 
-        Args:
-            batch: B.
-
-        Returns:
-            The rows that the prior ranks first in all shards; None without slots, or if the prior is not in use.
+        Returns the rows that the prior ranks first in all shards; None without slots, or if the prior is not in use.
         """
         if self.has_recency and len(self.questions) > 1:
             self._compare(batch)

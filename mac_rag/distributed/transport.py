@@ -30,12 +30,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Request:
-    """A call of a method of a `Shard`.
-
-    Attributes:
-        method: name of the method.
-        args, kwargs: its arguments.
-    """
+    """A call of a method of a `Shard` by its name, with its arguments."""
 
     method: str
     args: tuple[Any, ...] = ()
@@ -44,12 +39,7 @@ class Request:
 
 @dataclass(frozen=True)
 class LostShard:
-    """Replaces the answer of a shard that is lost.
-
-    Attributes:
-        reason: what happened to the shard.
-        cannot_restart: True if an attempt to restart it has failed.
-    """
+    """Replaces the answer of a shard that is lost; `cannot_restart`: True if an attempt to restart it has failed."""
 
     reason: str
     cannot_restart: bool = False

@@ -89,12 +89,7 @@ def warn_of_empty_bank(what: str, bank: BankContents) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """Decoding options of one call.
-
-    Attributes:
-        sampling: how tokens are chosen, and what ends the answer.
-        max_new_tokens: longest answer; None for the model's configured length.
-    """
+    """Decoding options of one call. `max_new_tokens`: None for the model's configured length."""
 
     sampling: Sampling
     max_new_tokens: int | None
@@ -360,15 +355,9 @@ class PassingDocuments(Container[str], ABC, Generic[_Filters]):
 
 
 def remembers(engine: MACEngine, allowed: PassingDocuments[Any] | None, as_of: AsOf) -> bool:
-    """True if a bank holds a document that may have influence.
+    """True if a bank holds a document that may have influence: one of `allowed` (None for all) that counts at `as_of`.
 
-    Args:
-        engine: the engine of the bank.
-        allowed: the documents that may have influence; None for all.
-        as_of: the moment of the question, as `MACEngine.answer` takes it.
-
-    Raises:
-        DataError: for an `as_of` that is not a date.
+    Raises DataError for an `as_of` that is not a date.
     """
     snapshot, moment = engine.snapshot, moment_of_question(as_of)
     if moment is None and not snapshot.supersedes:

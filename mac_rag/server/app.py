@@ -252,13 +252,7 @@ _HEADERS = {
 
 
 class Gate:
-    """Checks every request before the application sees it.
-
-    Args:
-        app: the application.
-        service: the server's keys, limits and metrics.
-        access: who may make requests without a key.
-    """
+    """Checks every request before the application sees it."""
 
     def __init__(self, app: ASGIApp, service: Service, access: Access) -> None:
         self._app = app

@@ -108,12 +108,7 @@ class Reply:
 
 
 class Asking:
-    """Answers questions to any of the server's banks, and to the LM alone.
-
-    Args:
-        alone: an engine of the model with an empty bank.
-        metrics: measures the parts of requests.
-    """
+    """Answers questions to any of the server's banks, and to the LM alone, by an engine whose bank is empty."""
 
     def __init__(self, alone: MACEngine, metrics: Metrics) -> None:
         self._alone = alone
@@ -135,14 +130,9 @@ class Asking:
         return self._alone.model.config.max_new_tokens
 
     def answer(self, questions: Sequence[ServedQuestion], cancelled: Callable[[], bool] | None = None) -> list[Reply]:
-        """Answers questions, in batches with those of other threads if possible.
+        """Answers questions that differ only in their texts, in batches with those of other threads if possible.
 
-        Args:
-            questions: questions that differ only in their texts.
-            cancelled: as `MACEngine.answer` takes it.
-
-        Raises:
-            MACError: as `MACEngine.answer`.
+        `cancelled` and errors are those of `MACEngine.answer`.
         """
         if len(questions) > (together := self._together):
             first = self.answer(questions[:together], cancelled)

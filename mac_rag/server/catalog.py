@@ -91,17 +91,10 @@ class ServedBank:
         on_bad: Callable[[Document, MACError], object] | None = None,
         cancelled: Callable[[], bool] | None = None,
     ) -> AdaptReport:
-        """Remembers documents, which are on the disk when the call returns.
-
-        Args:
-            documents: the documents.
-            on_bad: called with each document that cannot be adapted, and its error; None to raise the error, and then
-                none of the documents is remembered.
-            cancelled: as `MACEngine.adapt` takes it.
+        """Remembers documents as `MACEngine.adapt` does; they are on the disk when the call returns.
 
         Raises:
             APIError: if the bank is being deleted, or the server is closing.
-            CancelledError: if `cancelled` returned True.
             MACError: as `MACEngine.adapt`.
         """
         with self._change(cancelled or bool):
@@ -162,15 +155,10 @@ class ServedBank:
     def listing(
         self, after: str | None, limit: int, characters: int = _PAGE_CHARACTERS
     ) -> tuple[list[dict[str, Any]], bool]:
-        """Documents without their texts, oldest first, and whether there are more.
+        """Documents without their texts, oldest first, after the one with the id `after`; and whether there are more.
 
-        Args:
-            after: id of a document after which to begin; None for the first page.
-            limit: most documents to return.
-            characters: most characters of them as JSON.
-
-        Raises:
-            APIError: 404 if the bank does not hold the document `after`.
+        A page has at most `limit` documents, and so many `characters` of JSON. Raises APIError 404 for an unknown
+        `after`.
         """
         members = self._members(after)
         page: list[dict[str, Any]] = []
@@ -198,12 +186,7 @@ class ServedBank:
     def allowed(self, filters: Filters | None, gone: Callable[[], bool] = lambda: False) -> frozenset[str] | None:
         """Ids of the documents whose metadata match; None without filters. The results of recent filters are cached.
 
-        Args:
-            filters: the filters.
-            gone: returns True once nobody waits for the result any more.
-
-        Raises:
-            CancelledError: if `gone` returned True.
+        Raises CancelledError if `gone` returns True, because nobody waits for the result any more.
         """
         if not filters:
             return None
@@ -265,11 +248,7 @@ _LARGEST_SETTINGS = 1 << 16
 
 
 def check_bank_name(name: str) -> None:
-    """Checks the name of a bank: it must be valid as a folder's name on every system.
-
-    Raises:
-        APIError: for any other name; says which names are valid.
-    """
+    """Refuses a name that is not valid as a folder's name on every system, by an APIError that says which are."""
     if not _NAME.fullmatch(name):
         raise APIError(
             400,
@@ -344,12 +323,7 @@ class BankCatalog:
             return self._banks[name]
 
     def create(self, name: str, *, retriever: str, keep_texts: bool = True) -> ServedBank:
-        """Makes an empty bank.
-
-        Args:
-            name: its name.
-            retriever: one of `RETRIEVERS`.
-            keep_texts: True to keep texts.
+        """Makes an empty bank with one of `RETRIEVERS`.
 
         Raises:
             APIError: 400 for an invalid name; 409 for a name that is taken.
@@ -422,11 +396,7 @@ class BankCatalog:
             raise APIError(409, f"a bank {name} exists already; choose another name", param="name", code="bank_exists")
 
     def back_up(self, name: str) -> tuple[str, int]:
-        """Copies the last commit of a bank to the server's folder of backups.
-
-        Returns:
-            The name of the backup, and the number of its documents.
-        """
+        """Copies the last commit of a bank. Returns the backup's name and its number of documents."""
         bank = self.get(name)
         moment = datetime.now(UTC).strftime("%Y%m%dT%H%M%S")
         label = f"{name}.{moment}.{token_hex(3)}"
@@ -443,12 +413,7 @@ class BankCatalog:
 
 
 def _read_settings(path: Path) -> str:
-    """Reads the name of a bank's retriever from its settings file.
-
-    Raises:
-        BankError: for a file that is not as `create` wrote it.
-        ConfigError: for an unknown retriever.
-    """
+    """The name of a bank's retriever, from its settings file. Raises BankError or ConfigError for any other content."""
     try:
         content: dict[str, Any] = unsealed(read_file(path, _LARGEST_SETTINGS))
     except (OSError, MalformedError) as error:
@@ -471,13 +436,9 @@ RETRIEVERS = ("none", "bm25", "minilm", "hybrid")
 
 
 class StoredRetriever(Retriever):
-    """A retriever that every change saves to its folder before the call returns.
+    """A retriever of `RETRIEVERS` that every change saves to its folder before the call returns.
 
     So the protocol of `mac_rag.sync` holds across processes: when the bank commits, the retriever is on the disk.
-
-    Args:
-        spec: its name, one of `RETRIEVERS` except `none`.
-        folder: its folder; a retriever that was saved there is loaded.
     """
 
     def __init__(self, spec: str, folder: Path) -> None:

@@ -74,14 +74,9 @@ class Wanted:
 
 
 def wanted(body: ChatRequest, *, is_chat: bool) -> Wanted | None:
-    """What a request wants in place of free text; None for free text.
+    """What a request wants in place of free text; None for free text. `is_chat`: True if the LM reads conversations.
 
-    Args:
-        body: the request.
-        is_chat: True if the LM reads conversations.
-
-    Raises:
-        APIError: for tools or formats that are unknown, or that this model or a stream cannot give.
+    Raises APIError for tools or formats that are unknown, or that this model cannot give.
     """
     if not is_chat and any(message.role == "tool" or message.tool_calls for message in body.messages):
         raise APIError(
