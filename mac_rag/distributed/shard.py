@@ -129,7 +129,7 @@ class Shard:
 
     @torch.no_grad()
     def rank(self, name: str, first: tuple[Array, ...]) -> None:
-        """Sets the rows that the prior ranks first in all shards, as `first_rows` gives them, before the first block."""
+        """Sets the rows that the prior ranks first in all shards, as `first_rows` has them, before the first block."""
         attended = self._attended(name)
         scores, rows, seen = (to_tensor(array, self.device) for array in first)
         attended.first_of_all = FirstRows(scores.to(attended.dtype), rows, seen)
