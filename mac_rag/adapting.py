@@ -58,8 +58,7 @@ class DocumentWriter:
     """Writes documents to a bank as memory tokens.
 
     Args:
-        model: makes the memory tokens.
-        bound: largest size of the bank, and how to reduce it; None lets it grow.
+        model, bound: as `MACEngine` takes them.
         index: an index in the bank that scores its documents, which is written with them; None if there is none, or
             if the retriever is in the bank.
         encode: encodes the windows that are written; None for the model in this process.
@@ -92,17 +91,9 @@ class DocumentWriter:
     ) -> Plan:
         """Token ids of the documents that are new to a bank or changed, with one row per chunk.
 
-        A document of which only the metadata changed has no rows: its memory tokens stay.
-
-        Args:
-            documents: documents with unique ids.
-            bank: the bank, or a snapshot of it.
-            on_long: for a document beyond the model's limit: split it into chunks, or raise an error.
-            known: token ids of some of the documents, from an earlier plan.
-            on_bad: called with the index and the error of each document that is left out of the plan; None to raise the
-                error.
-            progress: shows a progress bar, which also moves within a long document.
-            cancelled: as `MACEngine.adapt` takes it.
+        A document of which only the metadata changed has no rows: its memory tokens stay. `known` are token ids from an
+        earlier plan, `on_bad` gets the index and the error of each document that is left out; the other arguments are
+        those of `MACEngine.adapt`.
 
         Raises:
             DocumentError: for a document that is empty, has too many rows for a bank, or, with `on_long="error"`,

@@ -82,15 +82,8 @@ def conversation_prompt(
 ) -> FittedPrompt:
     """Builds the chat prompt: the conversation, then the documents (truncated to fit) and the question in one turn.
 
-    Args:
-        model: a model whose prompt format is `chat`.
-        before: the conversation before the question.
-        question: the user's last message, which also queries the memory.
-        texts: the documents, the best first.
-        max_new_tokens: longest answer; None for the model's configured length.
-
-    Raises:
-        ConfigError, DocumentError, PromptError: as `MACModel.fit_conversation`.
+    The question also queries the memory. Raises ConfigError, DocumentError and PromptError as
+    `MACModel.fit_conversation`.
     """
     turn = "".join(map(model.base_lm.prompts.written_document, texts)) + question
     messages = [*before, Message("user", turn)]
@@ -351,13 +344,7 @@ class ConsistentRetrieval:
 
     A change reaches the retriever before it is committed to the bank. If only some documents are allowed, they may have
     been chosen by their metadata in the snapshot, and that choice may not hold for a new version of a document. So new
-    versions are left out while they are being written.
-
-    Args:
-        retriever: the retriever.
-        bank: the bank that changes together with it.
-        snapshot: the question's snapshot of the bank.
-        changes: `bank.changes` before the snapshot was taken.
+    versions are left out while they are being written. `changes` is `bank.changes` before the snapshot was taken.
     """
 
     def __init__(self, retriever: Retriever, bank: SharedBank, snapshot: BankContents, changes: int) -> None:

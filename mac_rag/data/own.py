@@ -431,9 +431,7 @@ class OwnContents:
     def add_row(self, record: Record, *, may_be_alone: bool = False) -> None:
         """Adds a question with the text of its document. Rows with the same text are about one document.
 
-        Args:
-            record: the row.
-            may_be_alone: True for a file in SQuAD's layout, where a row without `question` is only a document.
+        `may_be_alone`: True for a file in SQuAD's layout, where a row without `question` is only a document.
 
         Raises:
             DataError: for a field that is missing or wrong, and for an id that means something else in an earlier row.

@@ -31,15 +31,9 @@ if TYPE_CHECKING:
 
 
 class ShardedReader(NetworkReader):
-    """Reads a bank in shards with one model.
+    """Reads a snapshot of a bank in shards with one model, whose weights must not change meanwhile.
 
-    Args:
-        model: the model that reads; its weights must not change while the reader is in use.
-        bank: a snapshot of a bank that this model wrote.
-        config: attention strategy, and the cache of keys and values of each shard.
-
-    Raises:
-        ConfigError: for any strategy except streaming.
+    Raises ConfigError for any strategy except streaming.
     """
 
     bank: ShardedContents

@@ -65,10 +65,7 @@ class Shard:
         self._queries: dict[str, Tensor] = {}  # by name of the questions: the last queries
 
     def open(self, *, create: bool = False) -> ShardContents:
-        """Opens the bank at its last commit.
-
-        Args:
-            create: True to make it first.
+        """Opens the bank at its last commit; `create`: True to make it first.
 
         Raises:
             BankError: if the folder holds no bank, a damaged one, or another shard; if another process writes to it;

@@ -306,11 +306,7 @@ _Filters = TypeVar("_Filters")
 class PassingDocuments(Container[str], ABC, Generic[_Filters]):
     """The ids of the documents in an engine's bank that pass filters. Follows changes of the bank.
 
-    A document that the bank does not hold never passes.
-
-    Args:
-        engine: the engine of the bank.
-        filters: the filters; objects with equal filters are equal.
+    A document that the bank does not hold never passes. Objects with equal filters are equal.
     """
 
     def __init__(self, engine: MACEngine, filters: _Filters) -> None:

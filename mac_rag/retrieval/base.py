@@ -290,13 +290,7 @@ class DocumentRows:
         return np.frombuffer(self._hashes.tobytes(), dtype=np.int64)
 
     def hits(self, rows: NDArray[np.int64], scores: NDArray[np.floating], k: int) -> list[Hit]:
-        """The `k` best of some rows, best first; equal scores in the order of rows.
-
-        Args:
-            rows: `[n]`, ascending row numbers.
-            scores: `[n]`, the score of each row.
-            k: most hits.
-        """
+        """The `k` best of ascending rows `[n]` by their scores `[n]`, best first; equals in the order of rows."""
         best = np.arange(len(scores))
         if len(best) > k:
             best = np.flatnonzero(scores >= np.partition(scores, -k)[-k])

@@ -107,11 +107,6 @@ class Tower:
 class TowerEncoder:
     """An encoder with one tower for documents and one for questions, which may be the same.
 
-    Args:
-        name: name of the encoder, the first word of its fingerprint.
-        documents: tower for documents.
-        questions: tower for questions.
-
     Attributes:
         width: D, the length of a vector.
         fingerprint: the name, and a hash of the weights and the pooling of both towers.
@@ -159,19 +154,11 @@ def minilm(*, device: str | None = None) -> TowerEncoder:
 
 
 class SentenceTransformerEncoder:
-    """Any sentence-transformers model with its own pooling and prompts; cosine.
-
-    Args:
-        place: name on the Hub, also `NAME@REVISION`, or folder.
-        device: device of the network; None for a GPU if there is one.
+    """Any sentence-transformers model with its own pooling and prompts; cosine. `place`: as `contriever` takes it.
 
     Attributes:
         width: D, the length of a vector.
         fingerprint: hash of configuration, prompts and weights.
-
-    Raises:
-        ModelLoadError: if sentence-transformers is missing, or there is no such model.
-        ConfigError: if there is no such device.
     """
 
     def __init__(self, place: str, *, device: str | None = None) -> None:

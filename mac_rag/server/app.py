@@ -72,8 +72,7 @@ class Access:
     Attributes:
         anyone: True to let requests without a key do everything, until the first key is made.
         any_host: True to take such requests from other machines. Otherwise they must come from this one, without a
-            proxy, and their `Host` header must name the loopback address, so that a page of another site cannot reach
-            the server under a domain name of its own (DNS rebinding).
+            proxy, and name the loopback address as their host, against DNS rebinding.
         origins: origins of other sites whose pages may use the server, such as https://app.example.org; `*` for all.
     """
 

@@ -29,17 +29,11 @@ _LOWEST = -9999.0  # log-probability of what was impossible, for JSON has no -in
 
 @dataclass(frozen=True)
 class ServedQuestion:
-    """A question, and how to answer it.
+    """A question, and how to answer it: most fields are as `MACEngine.answer` takes them.
 
     Attributes:
-        text: the question.
         bank: the bank to ask; None for the LM alone.
         before: the conversation before the question; only a model whose prompt format is a chat reads it.
-        use_memory, use_retriever: whether the bank's memory and its retriever are used.
-        k, memory_weight, allowed, as_of, sampling: as `MACEngine.answer` takes them.
-        max_new_tokens: longest answer in tokens.
-        sources: most documents to name as sources.
-        min_confidence: as `MACEngine.answer` takes it.
     """
 
     text: str
@@ -84,14 +78,10 @@ class Reply:
     """An answer.
 
     Attributes:
-        text: the answer.
         prompt_tokens, completion_tokens: numbers of tokens of prompt and answer, without the one that ends it.
         is_cut: True if the answer has the most tokens that it may have.
-        sources: the documents that the answer rests on, the most important one first.
         retrieved: ids of the documents in front of the question, the best first.
-        truncated: True if documents were shortened or left out to fit the LM's window.
-        confidence: the probability that the answer is right; None if the request does not ask for it.
-        guess: the LM's answer if "I don't know" replaced it; otherwise None.
+        truncated, sources, confidence, guess: as `Answer` has them.
         logprobs: each token of the LM's answer as OpenAI's API describes it; None if the request does not ask for it.
     """
 

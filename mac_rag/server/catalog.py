@@ -46,13 +46,7 @@ _PAGE_CHARACTERS = 1_000_000  # of a page of documents
 
 
 class ServedBank:
-    """A bank, open for writing, with its engine.
-
-    Args:
-        name: its name.
-        engine: its engine, whose bank is in a folder.
-        retriever: the name of its retriever; `none` for none.
-    """
+    """A bank, open for writing, with its engine, and the name of its retriever; `none` for none."""
 
     def __init__(self, name: str, engine: MACEngine, retriever: str) -> None:
         self.name = name

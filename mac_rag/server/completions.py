@@ -76,10 +76,7 @@ def routes(service: Service) -> APIRouter:
 class _Shape:
     """Writes replies as JSON, as a whole and as pieces of a stream.
 
-    Args:
-        model: the request's name of the model.
-        notes: what the client should know about its request.
-        asked: what the request wants in place of free text; None for free text.
+    `notes`: what the client should know about its request; `asked`: what it wants in place of free text.
     """
 
     def __init__(self, model: str, notes: list[str], asked: Wanted | None) -> None:

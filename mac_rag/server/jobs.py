@@ -182,14 +182,9 @@ class _Store:
 class Jobs:
     """Runs jobs in a thread of its own. Keys share its time, and each key's jobs run one after the other.
 
-    What a stopped or killed server has not finished goes on at the next start, from the files that were kept.
-
-    Args:
-        folder: the server's folder.
-        most: most jobs of one key that wait or run at a time.
-        fault_of: says what of a document is too long; None if nothing is.
-        bank: returns a bank by its name.
-        on_end: called with each job when it has ended.
+    What a stopped or killed server has not finished goes on at the next start, from the files that were kept. `most`
+    jobs of one key may wait or run at a time; `fault_of` says what of a document is too long, and `on_end` gets each
+    job that has ended.
     """
 
     def __init__(

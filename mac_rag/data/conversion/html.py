@@ -172,8 +172,7 @@ def page_text(markup: str, notices: Notices, *, xhtml: bool = False, sheet: str 
     """The text of a page, with a line for each block and tabs between the cells of a row; and its title.
 
     Args:
-        markup: the page.
-        notices: gets what is left out though a browser shows it.
+        markup, notices: the page; gets what is left out though a browser shows it.
         xhtml: True to read it as XHTML even if it does not begin as XML.
         sheet: a style sheet besides those in the page.
     """

@@ -116,11 +116,7 @@ class MACRetriever(BaseRetriever):
 
 
 def nodes_of(document_id: str, source: BaseIndex[Any] | BaseDocumentStore) -> list[BaseNode]:
-    """The nodes of a document, in their order; logs a warning if there are none.
-
-    Args:
-        document_id: id of the document in the bank.
-        source: a docstore, or an index with a docstore or with a vector store that stores texts.
+    """The nodes of a document in an index or docstore, in their order; logs a warning if there are none.
 
     Raises:
         ConfigError: for an index without a docstore whose vector store cannot return nodes.
