@@ -184,17 +184,9 @@ class DocumentWriter:
         progress: bool = False,
         cancelled: Callable[[], bool] | None = None,
     ) -> tuple[int, tuple[str, ...]]:
-        """Writes the `unfiled` documents to the retriever and the planned ones to the bank.
+        """Writes the `unfiled` documents to the retriever and the planned ones to the bank; each is one or both.
 
         Commits every `SECONDS`, and at the latest after `GROUP` documents.
-
-        Args:
-            synced: bank and retriever.
-            documents: the documents, each of them planned or unfiled.
-            plan: token ids of the documents that the bank lacks.
-            unfiled: ids of the documents that the retriever lacks.
-            progress: shows a progress bar, which moves with every batch.
-            cancelled: as `MACEngine.adapt` takes it.
 
         Returns:
             The number of rows of memory tokens that were written, and the ids of documents that the bank forgot.

@@ -106,13 +106,8 @@ def texts_read(hits: Sequence[Hit], prompt: FittedPrompt) -> dict[str, str]:
 def in_letters_of(answer: str, sources: Sequence[Source], texts: Sequence[str] = ()) -> str | None:
     """An answer with the letters and spaces of the first document in which it stands, first in its sentence.
 
-    Args:
-        answer: the answer.
-        sources: the documents that it rests on, the most important one first.
-        texts: further texts that the LM has read.
-
-    Returns:
-        None if it stands in none of them.
+    Documents are its sources, the most important one first, and further `texts` that the LM has read. None if it stands
+    in none of them.
 
     Examples:
         >>> in_letters_of("zoe o ' brien", [Source("press", text="It is run by Zo\u00eb O'Brien.")])

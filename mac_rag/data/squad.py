@@ -48,13 +48,9 @@ class SquadRow:
 
 
 def read_squad(path: str | Path, split: str) -> QADataset:
-    """Reads one split from the official JSON file, plain or gzipped.
+    """Reads one of `SPLITS` from the official JSON file, plain or gzipped, or from the folder that holds it.
 
     The documents are the distinct paragraphs in the order of articles. The shortest accepted answer comes first.
-
-    Args:
-        path: folder with `train-v1.1.json` and `dev-v1.1.json` (or `.json.gz`), or the file itself.
-        split: one of `SPLITS`.
 
     Raises:
         DataError: if the file is missing or damaged, or does not have the layout and size of SQuAD.

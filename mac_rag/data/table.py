@@ -36,8 +36,7 @@ class Row:
     """One row of a file.
 
     Attributes:
-        where: file and row, for messages.
-        number: number of the row, from 1 on, without the header.
+        where, number: file and row, for messages; its number from 1 on, without the header.
         values: column or key -> value; for a CSV file, the text of the cell, exactly as in the file.
         is_text: True for a row of a CSV file, whose values are texts, whatever they mean.
     """

@@ -161,10 +161,8 @@ _LABEL = re.compile(r"\s*[^\s:][^\n:]{0,40}:(?:\s|$)")
 class PlainMessage:
     """A message of either framework.
 
-    Attributes:
-        role: `system`, `user`, `assistant`, or the framework's name of any other role, such as a tool.
-        text: its text.
-        others: kinds of its content other than text, such as images.
+    `role` is `system`, `user`, `assistant`, or the framework's name of any other role, such as a tool; `others` are
+    kinds of its content other than text, such as images.
     """
 
     role: str
@@ -238,10 +236,7 @@ def check_question(text: str, framework: Framework) -> None:
 def refuse(reason: str, framework: Framework, remedy: str = "") -> NoReturn:
     """Raises the error for a request that only an LM which follows instructions can serve.
 
-    Args:
-        reason: what the request asks for; it ends the sentence "MACLLM cannot serve this request: ...".
-        framework: wording for the error.
-        remedy: a remedy for this request, in addition to the general one.
+    `reason` ends the sentence "MACLLM cannot serve this request: ..."; `remedy` is one more besides the general one.
     """
     raise InstructionError(
         f"{framework.llm} cannot serve this request: {reason}. The checkpoint reads a question and its context, and "

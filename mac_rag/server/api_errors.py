@@ -27,14 +27,9 @@ _PATH = re.compile(r"(?<![\w/])/(?:[^\s/:;,'\"]+/)+[^\s/:;,'\"]*")
 
 
 class APIError(Exception):
-    """The error response to a request.
+    """The error response to a request: its HTTP status, what is wrong, and the remedy.
 
-    Args:
-        status: HTTP status.
-        message: what is wrong, and the remedy.
-        param: name of the field that is wrong.
-        code: a short code for programs.
-        retry_after: seconds to wait before trying again.
+    `param` names the field that is wrong, `code` is a short code for programs, `retry_after` are seconds.
     """
 
     def __init__(

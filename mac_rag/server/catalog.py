@@ -253,18 +253,11 @@ def check_bank_name(name: str) -> None:
 
 
 class BankCatalog:
-    """The banks in a folder, all open for writing. Thread-safe.
+    """The banks in a folder, all open for writing and read by one model. Thread-safe.
 
     A bank is `banks/NAME`, with the file `bank` and the folder `retriever`; BM25 has no folder, because its index is in
     the bank's file. A bank gets its name when it is complete, and loses the name before it is removed. The next start
-    removes what a killed process has left of either step.
-
-    Args:
-        folder: the server's folder.
-        model: the model that reads all of them.
-
-    Attributes:
-        unavailable: names of the banks that could not be opened; the log says why.
+    removes what a killed process has left of either step. `unavailable` names the banks that could not be opened.
     """
 
     def __init__(self, folder: Path, model: MACModel) -> None:

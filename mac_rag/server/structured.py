@@ -39,12 +39,9 @@ class _Tool(BaseModel):
 
 @dataclass(frozen=True)
 class Wanted:
-    """What a request wants in place of free text.
+    """What a request wants in place of free text, and the words that ask for it, a system message.
 
-    Attributes:
-        instructions: the words that ask for it, a system message.
-        tools: names of the tools that may be called.
-        required: True if the answer must be a call, or JSON.
+    `tools` are names of those that may be called; `required`: True if the answer must be a call, or JSON.
     """
 
     instructions: str
