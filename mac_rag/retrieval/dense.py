@@ -3,23 +3,33 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Container, Sequence
+import json
+import re
+from collections.abc import Callable, Container, Iterable, Sequence
 from pathlib import Path
 from typing import Protocol, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import load as load_arrays
+from safetensors.numpy import save as array_bytes
 
+from mac_rag.atomic_files import make_folder, sync_folder, write_file
 from mac_rag.data.types import Document
-from mac_rag.errors import DocumentError, FingerprintError
+from mac_rag.errors import BankError, DocumentError, FingerprintError
 from mac_rag.progress import progress_bar
 from mac_rag.retrieval import snapshot
 from mac_rag.retrieval.base import Hit, RowRetriever, check_request
+from mac_rag.untrusted_files import MalformedError, open_file, parse_json, read_file
 
 Vectors: TypeAlias = NDArray[np.float32]  # [N, D]
 
 KIND = "dense"
+_GROUP = 1024  # documents encoded between two writes, which is the most that an interruption loses
 _ROWS = 16_384  # documents in one matrix product
+_LARGEST = 1 << 30  # most bytes of a file of cached vectors, which holds about a thousand
+_NAME = re.compile(r"([0-9a-f]{64})\.part\.safetensors")
 
 
 class Encoder(Protocol):
@@ -57,13 +67,16 @@ class DenseRetriever(RowRetriever):
 
     Args:
         encoder: encoder of documents and questions.
+        folder: folder for vectors while documents are being encoded, so that an interrupted `add` continues where it
+            stopped, in this process or another; None to start over.
         progress: True to show a progress bar while documents are encoded.
     """
 
     _most_scores = 16_000_000  # questions times documents that are scored at once
 
-    def __init__(self, encoder: Encoder, *, progress: bool = False) -> None:
+    def __init__(self, encoder: Encoder, *, folder: Path | None = None, progress: bool = False) -> None:
         self.encoder = encoder
+        self._cache = None if folder is None else EmbeddingCache(folder, encoder.fingerprint, encoder.width)
         self._progress = progress
         super().__init__()
         self._matrix: Vectors = np.zeros((0, encoder.width), dtype=np.float32)  # [rows and spare rows, D]
@@ -72,13 +85,18 @@ class DenseRetriever(RowRetriever):
     def _index(self, documents: Sequence[Document]) -> Vectors:
         texts = {text_hash(document.text): document.text for document in documents}
         known = {name: self._matrix[row] for name in texts if (row := self._by_hash.get(name)) is not None}
+        if self._cache is not None:
+            known |= self._cache.get(texts.keys() - known.keys())
         missing = [name for name in texts if name not in known]
-        if missing:
-            ids = {text_hash(document.text): document.id for document in documents}
-            with progress_bar("encode", len(texts), done=len(known), disable=not self._progress) as bar:
-                vectors = self.encoder.documents([texts[name] for name in missing], bar.advance)
-            check_finite(vectors, [f"document {ids[name]!r}" for name in missing])
-            known.update(zip(missing, vectors, strict=True))
+        ids = {text_hash(document.text): document.id for document in documents}
+        with progress_bar("encode", len(texts), done=len(known), disable=not self._progress) as bar:
+            for first in range(0, len(missing), _GROUP):
+                group = missing[first : first + _GROUP]
+                vectors = self.encoder.documents([texts[name] for name in group], bar.advance)
+                check_finite(vectors, [f"document {ids[name]!r}" for name in group])
+                if self._cache is not None:
+                    self._cache.put(group, vectors)
+                known.update(zip(group, vectors, strict=True))
         if not documents:
             return np.zeros((0, self.encoder.width), dtype=np.float32)
         return np.stack([known[text_hash(document.text)] for document in documents])
@@ -126,10 +144,12 @@ class DenseRetriever(RowRetriever):
             self._compact()
             body = {"encoder": self.encoder.fingerprint, "documents": snapshot.describe(self._rows)}
             snapshot.write(folder, KIND, body, {"embeddings": self._matrix})
+            if self._cache is not None and self._cache.folder == folder:
+                self._cache.clear()
 
     @classmethod
     def load(cls, folder: Path, encoder: Encoder, *, progress: bool = False) -> DenseRetriever:
-        """Reads a retriever from a folder.
+        """Reads a retriever from a folder; it uses the folder for documents that it encodes later.
 
         Args:
             folder: folder to which the retriever was saved.
@@ -146,7 +166,7 @@ class DenseRetriever(RowRetriever):
                 f"the vectors in {folder} were made by the encoder {body.get('encoder')!r:.200}, not by "
                 f"{encoder.fingerprint!r}; load them with that one, or encode the documents again into another folder"
             )
-        retriever = cls(encoder, progress=progress)
+        retriever = cls(encoder, folder=folder, progress=progress)
         with snapshot.damaged(folder):
             documents = snapshot.documents(body["documents"])
             vectors = snapshot.array(arrays, "embeddings", np.float32, (len(documents), encoder.width))
@@ -180,3 +200,93 @@ def check_finite(vectors: Vectors, what: Sequence[str]) -> None:
             f"the encoder's vector for {what[row]} is not finite, so it cannot be ranked; check the encoder's weights "
             "and precision, or change the text"
         )
+
+
+class EmbeddingCache:
+    """Embeddings `[D]` of an unfinished `add`, by the hash of their text.
+
+    They are written as soon as they are computed, so they survive an interruption. Each group of embeddings is one
+    safetensors file, named by its own sha256. Its header names the encoder and the hashes of the texts. A damaged file,
+    or one of another encoder, is ignored, and its embeddings are computed again. The first `put` creates the folder.
+    """
+
+    def __init__(self, folder: Path, encoder: str, width: int) -> None:
+        self.folder = folder
+        self._encoder, self._width = encoder, width
+        self._places: dict[str, tuple[Path, int]] = {}  # hash of a text -> file and row
+        for path in self._files():
+            self._learn(path)
+
+    def get(self, hashes: Iterable[str]) -> dict[str, Vectors]:
+        """Hash of a text -> its cached embedding `[D]`; hashes that are not cached are left out."""
+        rows_of: dict[Path, list[tuple[str, int]]] = {}
+        for name in hashes:
+            if name in self._places:
+                path, row = self._places[name]
+                rows_of.setdefault(path, []).append((name, row))
+        cached: dict[str, Vectors] = {}
+        for path, rows in rows_of.items():
+            vectors = self._vectors(path)
+            if vectors is not None:
+                cached.update((name, vectors[row]) for name, row in rows if row < len(vectors))
+        return cached
+
+    def _vectors(self, path: Path) -> Vectors | None:
+        """The embeddings `[N, D]` of a file; None for a damaged file."""
+        try:
+            data = read_file(path, _LARGEST)
+            if not path.name.startswith(hashlib.sha256(data).hexdigest()):
+                return None
+            vectors = load_arrays(data)["embeddings"]
+        except (OSError, MalformedError, SafetensorError, KeyError):
+            return None
+        sound = vectors.dtype == np.float32 and vectors.ndim == 2 and vectors.shape[1] == self._width
+        return vectors if sound and np.isfinite(vectors).all() else None
+
+    def put(self, hashes: Sequence[str], vectors: Vectors) -> None:
+        """Writes embeddings `[N, D]` of the texts with these N hashes.
+
+        Raises:
+            BankError: if the folder cannot be written.
+        """
+        header = {"encoder": self._encoder, "hashes": json.dumps(list(hashes))}
+        data = array_bytes({"embeddings": np.ascontiguousarray(vectors)}, metadata=header)
+        path = self.folder / f"{hashlib.sha256(data).hexdigest()}.part.safetensors"
+        try:
+            make_folder(self.folder)
+            write_file(path, [data])
+            sync_folder(self.folder)
+        except OSError as error:
+            raise BankError(f"{self.folder} cannot be written to: {error}") from error
+        self._places.update((name, (path, row)) for row, name in enumerate(hashes))
+
+    def clear(self) -> None:
+        """Removes all files. Call it once their embeddings are saved elsewhere.
+
+        Raises:
+            BankError: if the folder cannot be written.
+        """
+        self._places.clear()
+        try:
+            for path in self._files():
+                if not path.is_dir():
+                    path.unlink()
+        except OSError as error:
+            raise BankError(f"{self.folder} cannot be written to: {error}") from error
+
+    def _files(self) -> list[Path]:
+        try:
+            return sorted(path for path in self.folder.glob("*.part.safetensors") if _NAME.fullmatch(path.name))
+        except OSError as error:
+            raise BankError(f"{self.folder} cannot be read: {error}") from error
+
+    def _learn(self, path: Path) -> None:
+        """Registers the embeddings of a file, unless it cannot be read or another encoder made it."""
+        try:
+            with open_file(path), safe_open(path, framework="numpy") as file:
+                header = file.metadata()
+            hashes = parse_json(header["hashes"]) if header["encoder"] == self._encoder else []
+        except (OSError, SafetensorError, KeyError, TypeError, MalformedError):
+            return
+        if isinstance(hashes, list) and all(isinstance(name, str) for name in hashes):
+            self._places.update((name, (path, row)) for row, name in enumerate(hashes))

@@ -40,8 +40,9 @@ def make_retriever(spec: str, *, folder: Path | None = None, progress: bool = Fa
             model; `chroma:FOLDER`, `chroma:http://HOST:PORT` or `chroma:http://HOST:PORT/COLLECTION` for vectors of
             minilm in Chroma; `module:attr` for an importable `Retriever`, LlamaIndex retriever or LlamaIndex index, or
             a function without arguments that makes one.
-        folder: folder of the retriever. A retriever that was saved there is loaded. None for a new retriever in memory.
-            Ignored for Chroma, whose name holds its folder or address, and for `module:attr`.
+        folder: folder of the retriever. A retriever that was saved there is loaded. A dense retriever writes vectors
+            there while it encodes. None for a new retriever in memory. Ignored for Chroma, whose name holds its folder
+            or address, and for `module:attr`.
         progress: True to show a progress bar while documents are encoded.
 
     Returns:
@@ -72,7 +73,7 @@ def make_retriever(spec: str, *, folder: Path | None = None, progress: bool = Fa
         return _imported(spec)
     if folder is not None and snapshot.exists(folder):
         return DenseRetriever.load(folder, make(), progress=progress)
-    return DenseRetriever(make(), progress=progress)
+    return DenseRetriever(make(), folder=folder, progress=progress)
 
 
 def check_name(spec: str) -> None:

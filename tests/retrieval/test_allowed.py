@@ -103,12 +103,16 @@ class NotFinite(WordEncoder):
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
 @pytest.mark.parametrize("kind", ["dense", "chroma"])
 def test_a_vector_that_is_not_finite_is_refused_by_name(kind: str, value: float, tmp_path: Path) -> None:
+    folder = tmp_path / "cache"
     retriever: Retriever = (
-        DenseRetriever(NotFinite(value)) if kind == "dense" else ChromaRetriever(tmp_path, NotFinite(value))
+        DenseRetriever(NotFinite(value), folder=folder)
+        if kind == "dense"
+        else ChromaRetriever(tmp_path, NotFinite(value))
     )
     with pytest.raises(DocumentError, match=r"vector for document 'ill' is not finite.*check the encoder's weights"):
         retriever.add([Document("well", "good"), Document("ill", "bad"), Document("other", "fine")])
     assert len(retriever) == 0
+    assert not list(folder.glob("*.part.safetensors"))  # nor does the next attempt find it there
     retriever.add([Document("well", "good")])
     with pytest.raises(DocumentError, match="vector for question 'a bad one' is not finite"):
         retriever.retrieve(["good", "a bad one"], 1)

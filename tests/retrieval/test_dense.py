@@ -59,17 +59,34 @@ class TestWork:
         retriever.add([Document("back", "storm")])
         assert [hit.document_id for hit in retriever.retrieve(["storm"], 1)[0]] == ["back"]
 
-    def test_an_interrupted_add_adds_nothing(self) -> None:
-        encoder = WordEncoder(fail_after=0)
-        retriever = DenseRetriever(encoder)
+    def test_an_interrupted_add_adds_nothing_and_goes_on_where_it_stopped(self, tmp_path: Path) -> None:
+        everything = corpus(2500)
+        broken = DenseRetriever(WordEncoder(fail_after=2), folder=tmp_path)
         with pytest.raises(KeyboardInterrupt):
-            retriever.add(corpus(2500))
-        assert len(retriever) == 0
+            broken.add(everything)
+        assert len(broken) == 0
+        encoder = WordEncoder()
+        retriever = DenseRetriever(encoder, folder=tmp_path)
+        retriever.add(everything)
+        assert len(encoder.encoded) == 2500 - 2 * 1024
+        fresh = DenseRetriever(WordEncoder())
+        fresh.add(everything)
+        assert retriever.retrieve(WORDS, 3) == fresh.retrieve(WORDS, 3)
+
+    def test_what_another_encoder_left_or_what_is_damaged_is_encoded_again(self, tmp_path: Path) -> None:
+        DenseRetriever(WordEncoder("other"), folder=tmp_path).add(documents("storm"))
+        DenseRetriever(WordEncoder(), folder=tmp_path).add(documents("sun"))
+        for part in tmp_path.glob("*.part.safetensors"):
+            part.write_bytes(part.read_bytes()[:-1] + b"\7")
+        (tmp_path / ("0" * 64 + ".part.safetensors")).write_bytes(b"garbage")
+        encoder = WordEncoder()
+        DenseRetriever(encoder, folder=tmp_path).add(documents("storm", "sun"))
+        assert sorted(encoder.encoded) == ["storm", "sun"]
 
 
 class TestFiles:
     def test_everything_comes_back_without_being_encoded(self, tmp_path: Path) -> None:
-        retriever = DenseRetriever(WordEncoder())
+        retriever = DenseRetriever(WordEncoder(), folder=tmp_path)
         retriever.add(corpus(40))
         retriever.delete("0-3")
         retriever.save(tmp_path)
@@ -98,14 +115,14 @@ def test_many_questions_are_scored_in_blocks() -> None:
 
 
 def test_a_folder_that_cannot_be_read_is_an_error_of_ours(tmp_path: Path) -> None:
-    """Whatever call fails."""
+    """Whatever call fails: while vectors are cached, saved, and found again."""
     documents = [Document("a", "one two"), Document("b", "three")]
     for number in range(1, 200):
         folder, refusal = tmp_path / str(number), None
         with faults(folder) as fault:
             fault.at(number)
             try:
-                retriever = DenseRetriever(WordEncoder())
+                retriever = DenseRetriever(WordEncoder(), folder=folder)
                 retriever.add(documents)
                 retriever.save(folder)
                 assert snapshot.exists(folder)
@@ -114,4 +131,4 @@ def test_a_folder_that_cannot_be_read_is_an_error_of_ours(tmp_path: Path) -> Non
         assert refusal is None or str(folder) in refusal
         if fault.failed is None:
             break
-    assert number > 10
+    assert number > 20

@@ -78,9 +78,12 @@ TEXT = "quizzaciously quizzaciously"
 
 @pytest.mark.parametrize("kind", ["bm25", "dense", "hybrid"])
 def test_a_saved_folder_has_no_byte_of_a_deleted_document(tmp_path: Path, kind: str) -> None:
-    retriever: Retriever = BM25Retriever() if kind == "bm25" else DenseRetriever(WordEncoder())
+    def dense(folder: Path) -> DenseRetriever:
+        return DenseRetriever(WordEncoder(), folder=folder)
+
+    retriever: Retriever = BM25Retriever() if kind == "bm25" else dense(tmp_path)
     if kind == "hybrid":
-        retriever = HybridRetriever([BM25Retriever(), retriever])
+        retriever = HybridRetriever([BM25Retriever(), dense(tmp_path / "1")])
     retriever.add([*documents("plain words", "more words"), Document("secret", TEXT, {"note": "private"})])
     retriever.save(tmp_path)
     names = {file.name for file in tmp_path.rglob("*") if file.is_file()}

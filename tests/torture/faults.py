@@ -173,7 +173,7 @@ class ProcessChange(Example):
 
 
 class SavedVectors(Example):
-    """A dense retriever that is saved to its folder."""
+    """A dense retriever that encodes into its folder, and is saved there."""
 
     def __init__(self, name: str, place: Path, model: MACModel) -> None:
         self.folder = place / "example"
@@ -184,7 +184,7 @@ class SavedVectors(Example):
             self.calls = system.calls
 
     def _make(self, folder: Path, count: int) -> None:
-        retriever = DenseRetriever(WordEncoder())
+        retriever = DenseRetriever(WordEncoder(), folder=folder)
         retriever.put(STREAM[:count])
         retriever.save(folder)
 

@@ -34,23 +34,32 @@ class _Lengths:
 
 
 class Torture(Mutations):
-    """BM25 and vectors."""
+    """BM25, vectors, and vectors that were not saved yet."""
 
     def make(self, place: Path) -> list[Path]:
-        bm25, dense = place / "bm25" / "texts", place / "dense" / "texts"
+        bm25, dense, begun = place / "bm25" / "texts", place / "dense" / "texts", place / "begun" / "texts"
         words = BM25Retriever()
         words.add(_DOCUMENTS)
         words.save(bm25)
         vectors = DenseRetriever(_Lengths())
         vectors.add(_DOCUMENTS)
         vectors.save(dense)
-        return [bm25, dense]
+        DenseRetriever(_Lengths(), folder=begun).add(_DOCUMENTS)
+        return [bm25, dense, begun]
 
     def ways(self, folder: Path, *, sealed: bool) -> Sequence[Way]:
-        return [_body, _body, _arrays] if sealed else [damage_bytes, damage_kind, damage_json]
+        has_manifest = (folder / snapshot.MANIFEST).is_file()
+        if sealed:
+            return [_body, _body, _arrays] if has_manifest else []
+        return [damage_bytes, damage_kind, *([damage_json] if has_manifest else [])]
 
     def check(self, folder: Path) -> None:
-        """Loads the retriever and uses it."""
+        """Loads the retriever and uses it. Cached vectors that are damaged are computed again."""
+        if any(path.name.endswith(".part.safetensors") for path in folder.iterdir()):
+            retriever = DenseRetriever(_Lengths(), folder=folder)
+            if refusal(lambda: retriever.add(_DOCUMENTS)) is None:
+                expected = _Lengths().documents([document.text for document in _DOCUMENTS])
+                assert np.array_equal(retriever._matrix[: len(expected)], expected)
         loads = [BM25Retriever.load, lambda place: DenseRetriever.load(place, _Lengths())]
         for load in loads:
             refused = refusal(lambda load=load: _use(folder, load))
