@@ -1,4 +1,4 @@
-"""`/v1/chat/completions` and `/v1/models`, compatible with OpenAI's clients."""
+"""`/v1/chat/completions`, `/v1/completions` and `/v1/models`, compatible with OpenAI's clients."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import accumulate
 from secrets import token_hex
 from typing import Any
 
@@ -23,7 +24,9 @@ from mac_rag.server.asking import Piece, Reply, ServedQuestion
 from mac_rag.server.catalog import ServedBank
 from mac_rag.server.keys import Principal
 from mac_rag.server.requests import (
+    AnswerRequest,
     ChatRequest,
+    CompletionRequest,
     Reader,
     StrictRoute,
 )
@@ -61,8 +64,8 @@ def routes(service: Service) -> APIRouter:
         """Answers the last message."""
         asked = wanted(body, is_chat=service.asking.reads_conversations)
         question, notes = await _question_of(service, body, who, request, conversation(body.messages, asked))
-        shape = _Shape(body.model, notes, asked)
-        questions = _choices(question, body.n)
+        shape = _Chat(body.model, notes, asked)
+        questions = _choices([question], body.n)
         if not body.stream:
             return await _answered(service, request, questions, shape)
         if asked is not None:
@@ -70,19 +73,42 @@ def routes(service: Service) -> APIRouter:
             return _events_of(shape.at_once(replies, body.stream_options.include_usage))
         return await _streamed(service, questions, shape, body.stream_options.include_usage)
 
+    @router.post("/completions", response_model=None, responses=_STREAMED)
+    async def complete(body: CompletionRequest, request: Request, who: Reader) -> Response:
+        """Answers one prompt or several."""
+        texts = [body.prompt] if isinstance(body.prompt, str) else body.prompt
+        question, notes = await _question_of(service, body, who, request, [])
+        questions = _choices([replace(question, text=service.checked_question(text)) for text in texts], body.n)
+        shape = _Completion(body.model, notes)
+        if body.stream:
+            return await _streamed(service, questions, shape, body.stream_options.include_usage)
+        return await _answered(service, request, questions, shape)
+
     return router
 
 
 class _Shape:
     """Writes replies as JSON, as a whole and as pieces of a stream.
 
-    `notes`: what the client should know about its request; `asked`: what it wants in place of free text.
+    Args:
+        model: the request's name of the model.
+        notes: what the client should know about its request.
     """
 
-    def __init__(self, model: str, notes: list[str], asked: Wanted | None) -> None:
-        self._head = {"id": f"chatcmpl-{token_hex(12)}", "created": int(time.time()), "model": model}
+    prefix = kind = piece_kind = ""
+
+    def __init__(self, model: str, notes: list[str]) -> None:
+        self._head = {"id": f"{self.prefix}-{token_hex(12)}", "created": int(time.time()), "model": model}
         self._notes = notes
-        self._asked = asked
+
+    def choice(self, index: int, reply: Reply) -> dict[str, Any]:
+        raise NotImplementedError
+
+    def part(self, text: str | None, first: bool) -> dict[str, Any]:
+        raise NotImplementedError
+
+    def logprobs(self, tokens: list[dict[str, Any]] | None, offset: int = 0) -> dict[str, Any] | None:
+        raise NotImplementedError
 
     def whole(self, replies: list[Reply]) -> dict[str, Any]:
         choices = [
@@ -94,20 +120,22 @@ class _Shape:
             for choice, reply in zip(choices, replies):
                 choice["sources"] = _sources(reply)
                 choice["confidence"] = reply.confidence
-        return {**self._head, "object": "chat.completion", "choices": choices, "usage": _usage_of(replies), **own}
+        return {**self._head, "object": self.kind, "choices": choices, "usage": _usage_of(replies), **own}
 
     def _chunk(
-        self, index: int, delta: dict[str, Any], logprobs: dict[str, Any] | None = None, finish: str | None = None
+        self, index: int, part: dict[str, Any], logprobs: dict[str, Any] | None = None, finish: str | None = None
     ) -> dict[str, Any]:
-        choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish}
-        return {**self._head, "object": "chat.completion.chunk", "choices": [choice]}
+        choice = {"index": index, **part, "logprobs": logprobs, "finish_reason": finish}
+        return {**self._head, "object": self.piece_kind, "choices": [choice]}
 
-    def piece(self, index: int, piece: Piece, first: bool) -> dict[str, Any]:
-        role = {"role": "assistant"} if first else {}
-        return self._chunk(index, {**role, "content": piece.text}, self.logprobs(piece.logprobs))
+    def piece(self, index: int, piece: Piece, offset: int | None) -> dict[str, Any]:
+        """A piece after so many characters; None for the first one."""
+        logprobs = self.logprobs(piece.logprobs, offset or 0)
+        return self._chunk(index, self.part(piece.text, offset is None), logprobs)
 
     def end(self, index: int, reply: Reply, finish: str | None = None) -> dict[str, Any]:
-        return {**self._chunk(index, {}, finish=finish or _finish(reply)), **_own_fields(reply, self._notes)}
+        chunk = self._chunk(index, self.part(None, False), finish=finish or _finish(reply))
+        return {**chunk, **_own_fields(reply, self._notes)}
 
     async def at_once(self, replies: list[Reply], with_usage: bool) -> AsyncIterator[dict[str, Any]]:
         """A stream with each reply as one piece, for replies that are only known as a whole."""
@@ -117,13 +145,21 @@ class _Shape:
             message = whole.pop("message")
             for number, call in enumerate(message.get("tool_calls", ())):
                 call["index"] = number
-            yield {**self._chunk(index, message, self.logprobs(reply.logprobs)), **empty}
+            yield {**self._chunk(index, {"delta": message}, self.logprobs(reply.logprobs)), **empty}
             yield {**self.end(index, reply, whole.get("finish_reason")), **empty}
         if with_usage:
             yield self.usage(replies)
 
     def usage(self, replies: list[Reply]) -> dict[str, Any]:
-        return {**self._head, "object": "chat.completion.chunk", "choices": [], "usage": _usage_of(replies)}
+        return {**self._head, "object": self.piece_kind, "choices": [], "usage": _usage_of(replies)}
+
+
+class _Chat(_Shape):
+    prefix, kind, piece_kind = "chatcmpl", "chat.completion", "chat.completion.chunk"
+
+    def __init__(self, model: str, notes: list[str], asked: Wanted | None) -> None:
+        super().__init__(model, notes)
+        self._asked = asked
 
     def choice(self, index: int, reply: Reply) -> dict[str, Any]:
         message = {"role": "assistant", "content": reply.text, "refusal": None}
@@ -132,8 +168,37 @@ class _Shape:
         calls = {"finish_reason": "tool_calls"} if "tool_calls" in message else {}
         return {"index": index, "message": message, **calls}
 
-    def logprobs(self, tokens: list[dict[str, Any]] | None) -> dict[str, Any] | None:
+    def part(self, text: str | None, first: bool) -> dict[str, Any]:
+        delta: dict[str, Any] = {} if text is None else {"content": text}
+        return {"delta": {"role": "assistant", **delta} if first else delta}
+
+    def logprobs(self, tokens: list[dict[str, Any]] | None, offset: int = 0) -> dict[str, Any] | None:
         return None if tokens is None else {"content": tokens, "refusal": None}
+
+
+class _Completion(_Shape):
+    prefix = "cmpl"
+    kind = piece_kind = "text_completion"
+
+    def choice(self, index: int, reply: Reply) -> dict[str, Any]:
+        return {"index": index, "text": reply.text}
+
+    def part(self, text: str | None, first: bool) -> dict[str, Any]:
+        return {"text": text or ""}
+
+    def logprobs(self, tokens: list[dict[str, Any]] | None, offset: int = 0) -> dict[str, Any] | None:
+        if tokens is None:
+            return None
+        texts = [token["token"] for token in tokens]
+        whole = "".join(texts)
+        dropped = 0 if offset else len(whole) - len(whole.lstrip())  # the text begins without the first token's space
+        starts = accumulate(map(len, texts), initial=offset - dropped)
+        return {
+            "tokens": texts,
+            "token_logprobs": [token["logprob"] for token in tokens],
+            "top_logprobs": [{one["token"]: one["logprob"] for one in token["top_logprobs"]} for token in tokens],
+            "text_offset": [max(0, start) for _, start in zip(texts, starts)],
+        }
 
 
 def _usage_of(replies: list[Reply]) -> dict[str, int]:
@@ -158,12 +223,13 @@ def _finish(reply: Reply) -> str:
     return "length" if reply.is_cut else "stop"
 
 
-def _choices(question: ServedQuestion, n: int) -> list[ServedQuestion]:
-    """A question n times. With a seed, each time with the next one, or all answers would be the same."""
+def _choices(questions: list[ServedQuestion], n: int) -> list[ServedQuestion]:
+    """Each question n times. With a seed, each time with the next one, or all answers would be the same."""
     return [
         question
         if question.sampling.seed is None
         else replace(question, sampling=replace(question.sampling, seed=(question.sampling.seed + number) % _SEEDS))
+        for question in questions
         for number in range(n)
     ]
 
@@ -194,12 +260,12 @@ async def _streamed(service: Service, questions: list[ServedQuestion], shape: _S
         replies: list[Reply] = []
         try:
             for index, stream in enumerate(streams):
-                begun = False
+                said: int | None = None  # characters
                 async for item in _first_and_rest(first, stream) if index == 0 else stream:
-                    if isinstance(item, Piece) or not begun:
+                    if isinstance(item, Piece) or said is None:
                         piece = item if isinstance(item, Piece) else Piece("")
-                        yield {**empty, **shape.piece(index, piece, not begun)}
-                        begun = True
+                        yield {**empty, **shape.piece(index, piece, said)}
+                        said = (said or 0) + len(piece.text)
                     if isinstance(item, Reply):
                         replies.append(item)
                         yield {**empty, **shape.end(index, item)}
@@ -243,15 +309,15 @@ def _events_of(contents: AsyncIterator[dict[str, Any]]) -> Response:
 
 
 async def _question_of(
-    service: Service, body: ChatRequest, who: Principal, request: Request, messages: Sequence[Message]
+    service: Service, body: AnswerRequest, who: Principal, request: Request, messages: Sequence[Message]
 ) -> tuple[ServedQuestion, list[str]]:
-    """The question of a request, which is the last message; and notes for its client."""
+    """The question of a request, which is the last message if there are some; and notes for its client."""
     bank = _bank(service, body.model, body.bank, who)
     if bank is None and (body.filters or body.as_of):
         raise APIError(400, "filters and as_of need a bank; name one: model MODEL:BANK", param="model")
     if bank is None and body.min_confidence is not None:
         raise APIError(400, "min_confidence needs a bank; name one: model MODEL:BANK", param="min_confidence")
-    if messages[-1].role != "user":
+    if messages and messages[-1].role != "user":
         raise APIError(
             400,
             f"the last message has the role {messages[-1].role}; end with the user's, which is the question",
@@ -273,7 +339,7 @@ async def _question_of(
     if bank is not None and body.filters:
         allowed = await service.reads.run(partial(bank.allowed, body.filters), request)
     question = ServedQuestion(
-        service.checked_question(messages[-1].text),
+        service.checked_question(messages[-1].text) if messages else "",
         bank,
         before=tuple(messages[:-1]),
         use_memory=body.memory,
@@ -290,7 +356,7 @@ async def _question_of(
     return question, notes
 
 
-def _sampling(service: Service, body: ChatRequest) -> Sampling:
+def _sampling(service: Service, body: AnswerRequest) -> Sampling:
     """How the answer is decoded. Raises APIError: 400 for a bias on a token that the LM does not have."""
     lm = service.model.base_lm
     size = len(lm.model.get_input_embeddings().weight)

@@ -167,8 +167,13 @@ Stop = Annotated[str, Field(max_length=256)]
 # Fields of this and other servers whose effect a client would miss: name -> values without an effect. Other fields that
 # are unknown here only change how an answer is made, such as `mirostat`, or what is kept of it, such as `store`.
 _MISSED: Mapping[str, tuple[Any, ...]] = {
+    "n": (1,),
+    "best_of": (1,),
+    "suffix": ("",),
+    "echo": (False,),
     "repetition_penalty": (1,),
     "repeat_penalty": (1,),
+    "logprobs": (False, 0),
     "prompt_logprobs": (0,),
     "functions": ([],),
     "function_call": ("none", "auto"),
@@ -193,12 +198,11 @@ _MISSED: Mapping[str, tuple[Any, ...]] = {
 Bias = Annotated[Finite, Field(ge=-100, le=100)]
 LogitBias = Annotated[dict[Annotated[str, Field(pattern=r"^\d{1,9}$")], Bias], Field(max_length=1_000)]
 Choices = Annotated[int, Field(ge=1, le=8)]
-Tokens = Annotated[int, Field(ge=1)]
 TopLogprobs = Annotated[int, Field(ge=0, le=20)]
 
 
-class ChatRequest(OpenBody):
-    """OpenAI's fields come first; `bank` and later ones are our own."""
+class AnswerRequest(OpenBody):
+    """The common fields of all APIs that answer. OpenAI's come first; `bank` and later ones are our own."""
 
     model: str = Field(max_length=256)
     stream: bool = False
@@ -212,16 +216,6 @@ class ChatRequest(OpenBody):
     frequency_penalty: Annotated[Finite, Field(ge=-2, le=2)] = 0.0
     logit_bias: LogitBias = Field(default_factory=dict)
     ignore_eos: bool = False
-    messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=256)]
-    max_tokens: Tokens | None = None
-    max_completion_tokens: Tokens | None = None
-    stream_options: StreamOptions = StreamOptions()
-    response_format: dict[str, Any] | None = None
-    tools: list[Any] | None = None
-    tool_choice: Any = None
-    n: Choices = 1
-    logprobs: bool = False
-    top_logprobs: TopLogprobs = 0
 
     bank: str | None = Field(None, max_length=256, description="Bank to ask, if `model` does not name it.")
     filters: Filters | None = Field(
@@ -240,7 +234,7 @@ class ChatRequest(OpenBody):
     sources: Annotated[int, Field(ge=0, le=100)] = Field(5, description="Documents to name as sources, at most.")
 
     @model_validator(mode="after")
-    def _misses_nothing(self) -> ChatRequest:
+    def _misses_nothing(self) -> AnswerRequest:
         for name, value in (self.model_extra or {}).items():
             if name in _MISSED:
                 if value not in _MISSED[name]:
@@ -249,24 +243,66 @@ class ChatRequest(OpenBody):
                 raise PydanticCustomError(
                     UNKNOWN, "there is no field {name}; did you mean {near}?", {"name": name, "near": near[0]}
                 )
-        if self.top_logprobs and not self.logprobs:
-            raise PydanticCustomError(UNKNOWN, "it needs logprobs: true", {"name": "top_logprobs"})
         return self
 
     @property
     def longest(self) -> int | None:
         """Most tokens of the answer; None if the request does not say."""
-        return self.max_completion_tokens or self.max_tokens
+        raise NotImplementedError
 
     @property
     def alternatives(self) -> int | None:
         """Most alternatives to each token that the response names, with log-probabilities; None to name none."""
-        return self.top_logprobs if self.logprobs else None
+        raise NotImplementedError
 
 
 UNKNOWN = "unknown_field"
 # Own fields; a client that misspells one of them would miss its effect.
 _OWN = ("bank", "filters", "as_of", "retriever", "memory", "memory_weight", "min_confidence", "sources")
+Tokens = Annotated[int, Field(ge=1)]
+
+
+class ChatRequest(AnswerRequest):
+    messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=256)]
+    max_tokens: Tokens | None = None
+    max_completion_tokens: Tokens | None = None
+    stream_options: StreamOptions = StreamOptions()
+    response_format: dict[str, Any] | None = None
+    tools: list[Any] | None = None
+    tool_choice: Any = None
+    n: Choices = 1
+    logprobs: bool = False
+    top_logprobs: TopLogprobs = 0
+
+    @property
+    def longest(self) -> int | None:
+        return self.max_completion_tokens or self.max_tokens
+
+    @property
+    def alternatives(self) -> int | None:
+        return self.top_logprobs if self.logprobs else None
+
+    @model_validator(mode="after")
+    def _names_what_it_asks_for(self) -> ChatRequest:
+        if self.top_logprobs and not self.logprobs:
+            raise PydanticCustomError(UNKNOWN, "it needs logprobs: true", {"name": "top_logprobs"})
+        return self
+
+
+class CompletionRequest(AnswerRequest):
+    prompt: str | Annotated[list[str], Field(min_length=1, max_length=32)]
+    max_tokens: Tokens | None = None
+    stream_options: StreamOptions = StreamOptions()
+    n: Choices = 1
+    logprobs: TopLogprobs | None = None
+
+    @property
+    def longest(self) -> int | None:
+        return self.max_tokens
+
+    @property
+    def alternatives(self) -> int | None:
+        return self.logprobs
 
 
 class NewBank(Body):

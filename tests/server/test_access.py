@@ -54,6 +54,7 @@ def requests_to_bank(name: str) -> list[tuple[str, str, dict[str, Any]]]:
         ("POST", "/v1/chat/completions", {"json": {"model": f"tiny:{name}", **chat}}),
         ("POST", "/v1/chat/completions", {"json": {"model": "tiny", "bank": name, **chat}}),
         ("POST", "/v1/chat/completions", {"json": {"model": f"tiny:{name}", "stream": True, **chat}}),
+        ("POST", "/v1/completions", {"json": {"model": f"tiny:{name}", "prompt": QUESTION}}),
         ("GET", f"/v1/models/tiny:{name}", {}),
     ]
 

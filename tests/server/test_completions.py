@@ -13,7 +13,7 @@ from mac_rag.engine import MACEngine
 from mac_rag.lm.decoding import Sampling
 from mac_rag.model.calibration import Calibration, Logistic
 from mac_rag.server.catalog import ServedBank
-from mac_rag.server.requests import ChatRequest
+from mac_rag.server.requests import ChatRequest, CompletionRequest
 from tests.helpers import wait_until
 from tests.server.conftest import BRIDGE, QUESTION
 from tests.server.helpers import Running, events, make
@@ -82,6 +82,11 @@ class TestOpenAIClient:
         chunks = [chunk.choices[0] for chunk in ask(**options, stream=True)]
         streamed = [token for one in chunks if one.logprobs for token in one.logprobs.content]
         assert [token.token for token in streamed] == [token.token for token in told]
+        text = client.completions.create(model="tiny:news", prompt=messages[0]["content"], logprobs=1).choices[0]
+        assert text.logprobs is not None
+        assert text.logprobs.tokens == [token.token for token in told]
+        for token, place in zip(text.logprobs.tokens, text.logprobs.text_offset, strict=True):
+            assert text.text[place:].startswith(token if place else token.lstrip())
 
     def test_several_answers_are_drawn_apart_and_again_alike(self, client: openai.OpenAI) -> None:
         ask: Any = client.chat.completions.create
@@ -95,6 +100,15 @@ class TestOpenAIClient:
         for chunk in ask(**options, seed=5, stream=True):
             streamed[chunk.choices[0].index] += chunk.choices[0].delta.content or ""
         assert streamed == texts[0]
+
+    def test_completions_of_several_prompts(self, client: openai.OpenAI, engine: MACEngine) -> None:
+        questions = [QUESTION, "Who opened Basalt Bridge?"]
+        answer = client.completions.create(model="tiny:news", prompt=questions)
+        assert [choice.text for choice in answer.choices] == [one.text for one in engine.answer(questions)]
+        streamed = list(client.completions.create(model="tiny:news", prompt=questions, stream=True))
+        for index, choice in enumerate(answer.choices):
+            pieces = [chunk.choices[0].text for chunk in streamed if chunk.choices[0].index == index]
+            assert "".join(pieces) == choice.text
 
     def test_an_unknown_model_is_the_client_s_not_found(self, client: openai.OpenAI) -> None:
         for model in ("tiny:absent", "gpt-4", "tiny:../news", "tiny:"):
@@ -169,10 +183,14 @@ class TestOpenAIClient:
         assert asked[0].usage == asked[1].usage
 
     def test_null_says_nothing_in_every_field(self, running: Running) -> None:
-        empty = dict.fromkeys([*ChatRequest.model_fields, "made_up"])
-        body = {**empty, "model": "tiny:news", "messages": MESSAGES}
-        response = running.client().post("/v1/chat/completions", json=body)
-        assert response.status_code == 200, response.text
+        for request, body in (
+            (ChatRequest, {"model": "tiny:news", "messages": MESSAGES}),
+            (CompletionRequest, {"model": "tiny:news", "prompt": QUESTION}),
+        ):
+            path = {"messages": "chat/completions", "prompt": "completions"}[list(body)[1]]
+            empty = dict.fromkeys([*request.model_fields, "n", "logprobs", "made_up"])
+            response = running.client().post(f"/v1/{path}", json={**empty, **body})
+            assert response.status_code == 200, response.text
 
     def test_a_message_of_an_answer_may_be_sent_back(self, client: openai.OpenAI) -> None:
         first = client.chat.completions.create(model="tiny:news", messages=MESSAGES)
@@ -215,6 +233,7 @@ class TestWire:
         ("path", "body"),
         [
             ("chat/completions", {"model": "tiny:news", "messages": [{"role": "user", "content": "?"}]}),
+            ("completions", {"model": "tiny:news", "prompt": "?"}),
             ("banks/news/search", {"query": "?"}),
             ("banks/news/documents", {"documents": [{"id": "a", "text": "b", "metadata": {"?": 1}}]}),
             ("banks/news/documents/delete", {"ids": ["?"]}),

@@ -17,7 +17,10 @@ from tests.server.helpers import serving
 
 GUIDE = Path(__file__).parents[2] / "docs" / "guides" / "serving.md"
 QUESTION = "Who opened the bridge?"
-SAID: dict[str, Any] = {"model": "tiny", "messages": [{"role": "user", "content": QUESTION}]}
+SAID: dict[str, Any] = {
+    "chat/completions": {"model": "tiny", "messages": [{"role": "user", "content": QUESTION}]},
+    "completions": {"model": "tiny", "prompt": QUESTION},
+}
 IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA"}}
 TOOL = {"type": "function", "function": {"name": "weather"}}
 DRAWN = {"temperature": 2.0, "seed": 0}
@@ -34,8 +37,8 @@ VALUES: dict[str, Any] = {
     "functions": [TOOL["function"]], "prediction": {"type": "content", "content": "a"}, "audio": {"voice": "ash"},
     "web_search_options": {}, "repetition_penalty": 1.1, "min_tokens": 4, "stop_token_ids": [1], "bad_words": ["a"],
     "prompt_logprobs": 1, "structured_outputs": {"regex": "a"}, "repeat_penalty": 1.1, "grammar": 'root ::= "a"',
-    "json_schema": {"type": "object"},
-    "images": {"messages": [{"role": "user", "content": [IMAGE]}]},
+    "json_schema": {"type": "object"}, "echo": True, "suffix": "a", "best_of": 2,
+    "images": {"messages": [{"role": "user", "content": [IMAGE]}]}, "token ids": {"prompt": [1, 2]},
 }  # fmt: skip
 # What the field is sent with, and the response compared with.
 BESIDE: dict[str, Any] = {
@@ -46,13 +49,15 @@ BESIDE: dict[str, Any] = {
 }  # fmt: skip
 
 
-def rows() -> Iterator[tuple[str, str]]:
-    """The field, and what becomes of it."""
+def rows() -> Iterator[tuple[str, str, str]]:
+    """The route, the field, and what becomes of it."""
     table = GUIDE.read_text().partition("| field | here | vLLM | llama.cpp |")[2].partition("\n\n")[0]
     for line in table.strip().splitlines()[1:]:
         cell, here, *_ = (part.strip() for part in line.strip("|").split("|"))
-        for field in re.findall(r"`(\w+)`|(images)", cell):
-            yield field[0] or field[1], here
+        for field in re.findall(r"`(\w+)`|(images|token ids)", cell):
+            name = field[0] or field[1]
+            route = "completions" if name in ("echo", "suffix", "best_of", "token ids") else "chat/completions"
+            yield route, name, here
 
 
 @pytest.fixture(scope="module")
@@ -73,23 +78,25 @@ def told(response: httpx.Response) -> Any:
     return response.status_code, re.sub(r'"notes": ?\[[^]]*\]', "", text)
 
 
-@pytest.mark.parametrize(("field", "here"), list(rows()))
-def test_a_field_is_treated_as_the_guide_says(client: httpx.Client, model: OwnKVModel, field: str, here: str) -> None:
-    plain = SAID | BESIDE.get(field, {})
+@pytest.mark.parametrize(("route", "field", "here"), list(rows()))
+def test_a_field_is_treated_as_the_guide_says(
+    client: httpx.Client, model: OwnKVModel, route: str, field: str, here: str
+) -> None:
+    plain = SAID[route] | (BESIDE.get(field, {}) if route == "chat/completions" else {})
     if field == "ignore_eos":  # the answer is to end at once without it
         plain |= {"logit_bias": {str(token): 100 for token in model.base_lm.end_tokens}, "max_tokens": 24}
-    before = client.post("/v1/chat/completions", json=plain)
+    before = client.post(f"/v1/{route}", json=plain)
     assert before.status_code == 200, before.text
     value = VALUES.get(field)
     if field == "stop":
         value = before.json()["choices"][0]["message"]["content"][1:3]
     elif field == "logit_bias":
         value = {str(token): -100 for token in range(0, min(len(model.base_lm.tokenizer), 2_000), 2)}
-    response = client.post("/v1/chat/completions", json=plain | (value if field == "images" else {field: value}))
+    response = client.post(f"/v1/{route}", json=plain | (value if field in ("images", "token ids") else {field: value}))
     if here == "refused":
         assert response.status_code == 400, response.text
         param = response.json()["error"]["param"]
-        assert param.startswith("messages" if field == "images" else field)
+        assert param.startswith({"images": "messages", "token ids": "prompt"}.get(field, field))
     elif here == "applied":
         assert response.status_code in (200, 422), response.text
         assert told(response) != told(before)
@@ -100,6 +107,6 @@ def test_a_field_is_treated_as_the_guide_says(client: httpx.Client, model: OwnKV
 
 
 def test_the_table_names_each_field_once() -> None:
-    named = [field for field, _ in rows()]
+    named = [(route, field) for route, field, _ in rows()]
     assert len(named) == len(set(named)) > 40
-    assert set(named) == {*VALUES, "logit_bias", "stop"}
+    assert {field for _, field, _ in rows()} == {*VALUES, "logit_bias", "stop"}
