@@ -37,7 +37,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from mac_rag.batching_queue import OWNER
 from mac_rag.errors import MACError
-from mac_rag.server import banks, completions
+from mac_rag.server import banks, completions, responses
 from mac_rag.server.api_errors import APIError, error_of, unexpected
 from mac_rag.server.keys import ANYONE, Principal
 from mac_rag.server.mcp_tools import make_tools
@@ -112,6 +112,7 @@ def make_app(service: Service, access: Access = _WITH_KEYS) -> ASGIApp:
     )
     _add_errors(app)
     app.include_router(completions.routes(service))
+    app.include_router(responses.routes(service))
     app.include_router(banks.routes(service))
 
     @app.get("/health")

@@ -40,7 +40,7 @@ _NEVER = -1e9  # bias against a token that is to be chosen only if no other is p
 # Fields of other servers that change how a token is drawn.
 _NOT_DRAWN = ("typical_p", "mirostat", "dry_multiplier", "xtc_probability", "dynatemp_range", "top_n_sigma")
 # The description of a response that is a stream if the request says so.
-_STREAMED: dict[int | str, dict[str, Any]] = {200: {"content": {"text/event-stream": {}}, "description": "The answer."}}
+STREAMED: dict[int | str, dict[str, Any]] = {200: {"content": {"text/event-stream": {}}, "description": "The answer."}}
 
 
 def routes(service: Service) -> APIRouter:
@@ -59,25 +59,25 @@ def routes(service: Service) -> APIRouter:
         _bank(service, name, None, who)
         return _model(service, name)
 
-    @router.post("/chat/completions", response_model=None, responses=_STREAMED)
+    @router.post("/chat/completions", response_model=None, responses=STREAMED)
     async def chat(body: ChatRequest, request: Request, who: Reader) -> Response:
         """Answers the last message."""
         asked = wanted(body, is_chat=service.asking.reads_conversations)
-        question, notes = await _question_of(service, body, who, request, conversation(body.messages, asked))
+        question, notes = await question_of(service, body, who, request, conversation(body.messages, asked))
         shape = _Chat(body.model, notes, asked)
         questions = _choices([question], body.n)
         if not body.stream:
             return await _answered(service, request, questions, shape)
         if asked is not None:
             replies = await service.questions.run(partial(_replies, service, questions), request, units=len(questions))
-            return _events_of(shape.at_once(replies, body.stream_options.include_usage))
+            return events_of(shape.at_once(replies, body.stream_options.include_usage))
         return await _streamed(service, questions, shape, body.stream_options.include_usage)
 
-    @router.post("/completions", response_model=None, responses=_STREAMED)
+    @router.post("/completions", response_model=None, responses=STREAMED)
     async def complete(body: CompletionRequest, request: Request, who: Reader) -> Response:
         """Answers one prompt or several."""
         texts = [body.prompt] if isinstance(body.prompt, str) else body.prompt
-        question, notes = await _question_of(service, body, who, request, [])
+        question, notes = await question_of(service, body, who, request, [])
         questions = _choices([replace(question, text=service.checked_question(text)) for text in texts], body.n)
         shape = _Completion(body.model, notes)
         if body.stream:
@@ -115,12 +115,12 @@ class _Shape:
             {"logprobs": self.logprobs(reply.logprobs), "finish_reason": _finish(reply), **self.choice(index, reply)}
             for index, reply in enumerate(replies)
         ]
-        own = _own_fields(replies[0], self._notes)
+        own = own_fields(replies[0], self._notes)
         if len(replies) > 1:
             for choice, reply in zip(choices, replies):
                 choice["sources"] = _sources(reply)
                 choice["confidence"] = reply.confidence
-        return {**self._head, "object": self.kind, "choices": choices, "usage": _usage_of(replies), **own}
+        return {**self._head, "object": self.kind, "choices": choices, "usage": usage_of(replies), **own}
 
     def _chunk(
         self, index: int, part: dict[str, Any], logprobs: dict[str, Any] | None = None, finish: str | None = None
@@ -135,7 +135,7 @@ class _Shape:
 
     def end(self, index: int, reply: Reply, finish: str | None = None) -> dict[str, Any]:
         chunk = self._chunk(index, self.part(None, False), finish=finish or _finish(reply))
-        return {**chunk, **_own_fields(reply, self._notes)}
+        return {**chunk, **own_fields(reply, self._notes)}
 
     async def at_once(self, replies: list[Reply], with_usage: bool) -> AsyncIterator[dict[str, Any]]:
         """A stream with each reply as one piece, for replies that are only known as a whole."""
@@ -151,7 +151,7 @@ class _Shape:
             yield self.usage(replies)
 
     def usage(self, replies: list[Reply]) -> dict[str, Any]:
-        return {**self._head, "object": self.piece_kind, "choices": [], "usage": _usage_of(replies)}
+        return {**self._head, "object": self.piece_kind, "choices": [], "usage": usage_of(replies)}
 
 
 class _Chat(_Shape):
@@ -201,7 +201,7 @@ class _Completion(_Shape):
         }
 
 
-def _usage_of(replies: list[Reply]) -> dict[str, int]:
+def usage_of(replies: list[Reply]) -> dict[str, int]:
     """Numbers of tokens of all prompts and answers."""
     prompt = sum(reply.prompt_tokens for reply in replies)
     completion = sum(reply.completion_tokens for reply in replies)
@@ -213,7 +213,7 @@ def _sources(reply: Reply) -> list[dict[str, Any]]:
     return [source_record(source, said) for source in reply.sources]
 
 
-def _own_fields(reply: Reply, notes: list[str]) -> dict[str, Any]:
+def own_fields(reply: Reply, notes: list[str]) -> dict[str, Any]:
     """The fields that this server adds to OpenAI's."""
     own: dict[str, Any] = {"sources": _sources(reply), "confidence": reply.confidence, "guess": reply.guess}
     return {**own, "retrieved": reply.retrieved, "truncated": reply.truncated, "notes": notes}
@@ -261,7 +261,7 @@ async def _streamed(service: Service, questions: list[ServedQuestion], shape: _S
         try:
             for index, stream in enumerate(streams):
                 said: int | None = None  # characters
-                async for item in _first_and_rest(first, stream) if index == 0 else stream:
+                async for item in first_and_rest(first, stream) if index == 0 else stream:
                     if isinstance(item, Piece) or said is None:
                         piece = item if isinstance(item, Piece) else Piece("")
                         yield {**empty, **shape.piece(index, piece, said)}
@@ -277,22 +277,23 @@ async def _streamed(service: Service, questions: list[ServedQuestion], shape: _S
                 for stream in streams:
                     await stream.aclose()
 
-    return _events_of(events())
+    return events_of(events())
 
 
-async def _first_and_rest(first: Piece | Reply, rest: AsyncIterator[Piece | Reply]) -> AsyncIterator[Piece | Reply]:
+async def first_and_rest(first: Piece | Reply, rest: AsyncIterator[Piece | Reply]) -> AsyncIterator[Piece | Reply]:
     """The items of a stream whose first one was already read."""
     yield first
     async for item in rest:
         yield item
 
 
-def _events_of(contents: AsyncIterator[dict[str, Any]]) -> Response:
-    """Objects as server-sent events; an error ends them."""
+def events_of(contents: AsyncIterator[dict[str, Any]], *, named: bool = False) -> Response:
+    """Objects as server-sent events; an error ends them. `named`: the type of an object is also the event's name."""
 
     def written(content: dict[str, Any]) -> bytes:
+        name = f"event: {content['type']}\n" if named else ""
         # In ASCII, because some clients also end a line at U+2028, U+2029 and U+0085.
-        return f"data: {json.dumps(content)}\n\n".encode()
+        return f"{name}data: {json.dumps(content)}\n\n".encode()
 
     async def events() -> AsyncIterator[bytes]:
         try:
@@ -302,13 +303,14 @@ def _events_of(contents: AsyncIterator[dict[str, Any]]) -> Response:
             if not isinstance(error, APIError | MACError):
                 _log.exception("a stream failed")
             fault = error_of(error)
-            yield written({"type": "error", **fault.body})
-        yield b"data: [DONE]\n\n"
+            yield written({"type": "error", **fault.body, **(fault.body["error"] if named else {})})
+        if not named:
+            yield b"data: [DONE]\n\n"
 
     return StreamingResponse(events(), media_type="text/event-stream", headers={"X-Accel-Buffering": "no"})
 
 
-async def _question_of(
+async def question_of(
     service: Service, body: AnswerRequest, who: Principal, request: Request, messages: Sequence[Message]
 ) -> tuple[ServedQuestion, list[str]]:
     """The question of a request, which is the last message if there are some; and notes for its client."""

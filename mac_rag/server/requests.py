@@ -136,7 +136,7 @@ class OpenBody(Body):
 
 
 class TextPart(OpenBody):
-    type: Literal["text"]
+    type: Literal["text", "input_text", "output_text"]
     text: str
 
 
@@ -192,6 +192,10 @@ _MISSED: Mapping[str, tuple[Any, ...]] = {
     "guided_regex": (),
     "guided_choice": (),
     "guided_grammar": (),
+    "background": (False,),
+    "conversation": (),
+    "previous_response_id": (),
+    "prompt": (),
 }
 
 
@@ -303,6 +307,40 @@ class CompletionRequest(AnswerRequest):
     @property
     def alternatives(self) -> int | None:
         return self.logprobs
+
+
+class ResponsesMessage(ChatMessage):
+    type: Literal["message"] = "message"
+    role: Literal["system", "developer", "user", "assistant"]
+    content: str | list[TextPart]
+
+
+class TextFormat(OpenBody):
+    type: Literal["text"]
+
+
+class ResponsesText(OpenBody):
+    format: TextFormat | None = None
+
+
+class ResponsesRequest(AnswerRequest):
+    """OpenAI's Responses, without tools, and without conversations that the server keeps."""
+
+    input: str | Annotated[list[ResponsesMessage], Field(min_length=1, max_length=256)]
+    instructions: str | None = None
+    max_output_tokens: Tokens | None = None
+    text: ResponsesText | None = None
+    tools: Annotated[list[Any], Field(max_length=0)] | None = None
+    top_logprobs: TopLogprobs = 0
+    include: list[Literal["message.output_text.logprobs"]] = Field(default_factory=list)
+
+    @property
+    def longest(self) -> int | None:
+        return self.max_output_tokens
+
+    @property
+    def alternatives(self) -> int | None:
+        return self.top_logprobs if self.include or self.top_logprobs else None
 
 
 class NewBank(Body):

@@ -13,7 +13,7 @@ from mac_rag.engine import MACEngine
 from mac_rag.lm.decoding import Sampling
 from mac_rag.model.calibration import Calibration, Logistic
 from mac_rag.server.catalog import ServedBank
-from mac_rag.server.requests import ChatRequest, CompletionRequest
+from mac_rag.server.requests import ChatRequest, CompletionRequest, ResponsesRequest
 from tests.helpers import wait_until
 from tests.server.conftest import BRIDGE, QUESTION
 from tests.server.helpers import Running, events, make
@@ -87,6 +87,9 @@ class TestOpenAIClient:
         assert text.logprobs.tokens == [token.token for token in told]
         for token, place in zip(text.logprobs.tokens, text.logprobs.text_offset, strict=True):
             assert text.text[place:].startswith(token if place else token.lstrip())
+        response = client.responses.create(model="tiny:news", input=messages[0]["content"], top_logprobs=1)
+        part: Any = response.output[0].content[0]  # type: ignore[union-attr]
+        assert [token.token for token in part.logprobs] == [token.token for token in told]
 
     def test_several_answers_are_drawn_apart_and_again_alike(self, client: openai.OpenAI) -> None:
         ask: Any = client.chat.completions.create
@@ -186,8 +189,9 @@ class TestOpenAIClient:
         for request, body in (
             (ChatRequest, {"model": "tiny:news", "messages": MESSAGES}),
             (CompletionRequest, {"model": "tiny:news", "prompt": QUESTION}),
+            (ResponsesRequest, {"model": "tiny:news", "input": QUESTION}),
         ):
-            path = {"messages": "chat/completions", "prompt": "completions"}[list(body)[1]]
+            path = {"messages": "chat/completions", "prompt": "completions", "input": "responses"}[list(body)[1]]
             empty = dict.fromkeys([*request.model_fields, "n", "logprobs", "made_up"])
             response = running.client().post(f"/v1/{path}", json={**empty, **body})
             assert response.status_code == 200, response.text
@@ -216,17 +220,65 @@ class TestOpenAIClient:
                 assert "Content-Type: application/json" in form.json()["error"]["message"]
 
 
+class TestResponses:
+    def test_an_answer(self, client: openai.OpenAI, engine: MACEngine) -> None:
+        said: Any = [{"role": "user", "content": [{"type": "input_text", "text": QUESTION}]}]
+        for asked in (QUESTION, said):
+            response = client.responses.create(model="tiny:news", input=asked, store=False)
+            assert (response.output_text, response.status) == (engine.answer([QUESTION])[0].text, "completed")
+            assert response.usage is not None
+            assert response.usage.output_tokens == 2
+            assert (response.model_extra or {})["retrieved"] == ["press"]
+        cut = client.responses.create(model="tiny:news", input="Who opened Basalt Bridge?", max_output_tokens=1)
+        assert (cut.status, cut.incomplete_details and cut.incomplete_details.reason) == (
+            "incomplete",
+            "max_output_tokens",
+        )
+
+    def test_a_stream(self, client: openai.OpenAI) -> None:
+        question = "Who opened Basalt Bridge?"
+        whole = client.responses.create(model="tiny:news", input=question)
+        with client.responses.stream(model="tiny:news", input=question) as stream:
+            told = list(stream)
+            final = stream.get_final_response()
+        deltas = [event.delta for event in told if event.type == "response.output_text.delta"]
+        assert "".join(deltas) == whole.output_text
+        assert final.output_text == whole.output_text
+        assert final.usage == whole.usage
+        assert [event.sequence_number for event in told] == list(range(len(told)))
+        assert [told[0].type, told[-1].type] == ["response.created", "response.completed"]
+
+    @pytest.mark.parametrize(
+        ("more", "param"),
+        [
+            ({"text": {"format": {"type": "json_schema"}}}, "text.format.type"),
+            (
+                {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]},
+                "input.0.content.0.type",
+            ),
+            ({"input": [{"role": "assistant", "content": "Hello."}]}, "messages"),
+            ({"include": ["file_search_call.results"]}, "include.0"),
+        ],
+    )
+    def test_what_it_has_not_is_named(self, running: Running, more: dict[str, Any], param: str) -> None:
+        response = running.client().post("/v1/responses", json={"model": "tiny:news", "input": QUESTION, **more})
+        assert (response.status_code, response.json()["error"]["param"]) == (400, param)
+
+
 class TestWire:
     SEPARATORS = "\u2028\u2029\x85"
 
-    def test_an_event_of_a_stream_is_a_line_for_every_reader(self, running: Running) -> None:
+    @pytest.mark.parametrize("path", ["chat/completions", "responses"])
+    def test_an_event_of_a_stream_is_a_line_for_every_reader(self, running: Running, path: str) -> None:
         name = f"a{self.SEPARATORS}b"
         with running.client() as plain:
             make(plain, "lines", (name, BRIDGE))
-            said = [{"role": "user", "content": "Who opened Basalt Bridge?"}]
-            body = {"model": "tiny:lines", "stream": True, "messages": said}
-            [*_, last] = events(plain.post("/v1/chat/completions", json=body))
+            asked = "Who opened Basalt Bridge?"
+            said: Any = {"messages": [{"role": "user", "content": asked}], "input": asked}
+            del said["input" if path == "chat/completions" else "messages"]
+            [*_, last] = events(plain.post(f"/v1/{path}", json={"model": "tiny:lines", "stream": True, **said}))
             plain.delete("/v1/banks/lines").raise_for_status()
+        last = last.get("response", last)
         assert last["retrieved"] == [name]
 
     @pytest.mark.parametrize(
@@ -234,6 +286,7 @@ class TestWire:
         [
             ("chat/completions", {"model": "tiny:news", "messages": [{"role": "user", "content": "?"}]}),
             ("completions", {"model": "tiny:news", "prompt": "?"}),
+            ("responses", {"model": "tiny:news", "input": "?"}),
             ("banks/news/search", {"query": "?"}),
             ("banks/news/documents", {"documents": [{"id": "a", "text": "b", "metadata": {"?": 1}}]}),
             ("banks/news/documents/delete", {"ids": ["?"]}),

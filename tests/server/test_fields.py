@@ -20,6 +20,7 @@ QUESTION = "Who opened the bridge?"
 SAID: dict[str, Any] = {
     "chat/completions": {"model": "tiny", "messages": [{"role": "user", "content": QUESTION}]},
     "completions": {"model": "tiny", "prompt": QUESTION},
+    "responses": {"model": "tiny", "input": QUESTION},
 }
 IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA"}}
 TOOL = {"type": "function", "function": {"name": "weather"}}
@@ -27,17 +28,18 @@ DRAWN = {"temperature": 2.0, "seed": 0}
 LONG = {"ignore_eos": True, "max_tokens": 24}
 # Field -> a value that has an effect where the field is applied. `{}` is written over the whole body.
 VALUES: dict[str, Any] = {
-    "max_tokens": 1, "max_completion_tokens": 1, "temperature": 2.0, "top_p": 1e-6, "top_k": 1,
+    "max_tokens": 1, "max_completion_tokens": 1, "max_output_tokens": 1, "temperature": 2.0, "top_p": 1e-6, "top_k": 1,
     "min_p": 1.0, "seed": 1, "n": 2, "presence_penalty": 2.0, "frequency_penalty": 2.0, "ignore_eos": True,
     "logprobs": True, "top_logprobs": 2, "stream_options": {"include_usage": True}, "tools": [TOOL],
-    "tool_choice": "required", "response_format": {"type": "json_object"},
+    "tool_choice": "required", "response_format": {"type": "json_object"}, "instructions": "Be brief.",
     "user": "ada", "store": True, "metadata": {"a": "b"}, "service_tier": "flex",
     "verbosity": "low", "cache_control": {"type": "ephemeral"}, "reasoning_effort": "low", "parallel_tool_calls": False,
     "chat_template_kwargs": {"enable_thinking": False}, "typical_p": 0.5, "mirostat": 2, "dry_multiplier": 0.8,
     "functions": [TOOL["function"]], "prediction": {"type": "content", "content": "a"}, "audio": {"voice": "ash"},
     "web_search_options": {}, "repetition_penalty": 1.1, "min_tokens": 4, "stop_token_ids": [1], "bad_words": ["a"],
     "prompt_logprobs": 1, "structured_outputs": {"regex": "a"}, "repeat_penalty": 1.1, "grammar": 'root ::= "a"',
-    "json_schema": {"type": "object"}, "echo": True, "suffix": "a", "best_of": 2,
+    "json_schema": {"type": "object"}, "echo": True, "previous_response_id": "resp_1", "suffix": "a", "best_of": 2,
+    "background": True,
     "images": {"messages": [{"role": "user", "content": [IMAGE]}]}, "token ids": {"prompt": [1, 2]},
 }  # fmt: skip
 # What the field is sent with, and the response compared with.
@@ -54,10 +56,12 @@ def rows() -> Iterator[tuple[str, str, str]]:
     table = GUIDE.read_text().partition("| field | here | vLLM | llama.cpp |")[2].partition("\n\n")[0]
     for line in table.strip().splitlines()[1:]:
         cell, here, *_ = (part.strip() for part in line.strip("|").split("|"))
-        for field in re.findall(r"`(\w+)`|(images|token ids)", cell):
-            name = field[0] or field[1]
-            route = "completions" if name in ("echo", "suffix", "best_of", "token ids") else "chat/completions"
-            yield route, name, here
+        for part in cell.split("; "):
+            in_route = re.match(r"in (\w+) ", part)
+            for field in re.findall(r"`(\w+)`|(images|token ids)", part):
+                name = field[0] or field[1]
+                route = "completions" if name in ("echo", "suffix", "best_of", "token ids") else "chat/completions"
+                yield in_route[1] if in_route else route, name, here
 
 
 @pytest.fixture(scope="module")
