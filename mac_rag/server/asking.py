@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from mac_rag.asking import calibration_of, conversation_prompt, mode_of
 from mac_rag.data.types import Decoded, Token
 from mac_rag.engine import MACEngine
+from mac_rag.errors import CancelledError
 from mac_rag.lm.chat import Message
 from mac_rag.lm.decoding import GREEDY, Sampling
 from mac_rag.lm.prompt import FittedPrompt
@@ -18,10 +19,11 @@ from mac_rag.sources import texts_read
 
 if TYPE_CHECKING:
     from mac_rag.data.types import Source
+    from mac_rag.retrieval.dense import Encoder
     from mac_rag.server.metrics import Metrics
 
 
-# Questions of one request in one turn of the model, as long as no other client waits for it.
+# Questions of one request, and texts to embed, in one turn of the model, as long as no other client waits for it.
 _TOGETHER = 32
 _CONTEXT = 4  # tokens before one that tell how it is written, such as with a space
 _LOWEST = -9999.0  # log-probability of what was impossible, for JSON has no -inf
@@ -193,9 +195,24 @@ class Asking:
             [hits] = bank.engine.retrieve([text], k=k, allowed=allowed, as_of=as_of)
             return hits
 
+    def embed(self, encoder: Encoder, texts: Sequence[str], cancelled: Callable[[], bool]) -> list[Any]:
+        """The vectors of texts.
+
+        Raises:
+            CancelledError: if `cancelled` returned True.
+        """
+        vectors: list[Any] = []
+        with self._metrics.part("embed"):
+            while len(vectors) < len(texts):
+                if cancelled():
+                    raise CancelledError("nobody waits for these vectors any more")
+                with self._alone.turn():
+                    vectors += list(encoder.questions(texts[len(vectors) :][: self._together]))
+        return vectors
+
     @property
     def _together(self) -> int:
-        """Most questions of one request in one turn of the model."""
+        """Most questions of one request, and most texts to embed, in one turn of the model."""
         return 1 if self._alone.is_shared else _TOGETHER
 
     def _engine(self, question: ServedQuestion) -> MACEngine:

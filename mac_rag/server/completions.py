@@ -1,7 +1,8 @@
-"""`/v1/chat/completions`, `/v1/completions` and `/v1/models`, compatible with OpenAI's clients."""
+"""`/v1/chat/completions`, `/v1/completions`, `/v1/models` and `/v1/embeddings`, compatible with OpenAI's clients."""
 
 from __future__ import annotations
 
+import base64
 import json
 import logging
 import time
@@ -13,6 +14,7 @@ from secrets import token_hex
 from typing import Any
 
 import anyio
+import numpy as np
 from fastapi import APIRouter, Request
 from fastapi.responses import Response, StreamingResponse
 
@@ -27,10 +29,11 @@ from mac_rag.server.requests import (
     AnswerRequest,
     ChatRequest,
     CompletionRequest,
+    EmbeddingRequest,
     Reader,
     StrictRoute,
 )
-from mac_rag.server.service import Service
+from mac_rag.server.service import EMBEDDING_MODEL, Service
 from mac_rag.server.structured import Wanted, conversation, wanted
 from mac_rag.sources import source_record
 
@@ -51,12 +54,13 @@ def routes(service: Service) -> APIRouter:
     def models(who: Reader) -> dict[str, Any]:
         """The model alone, and each bank as `MODEL:BANK`."""
         names = [service.model_name, *(f"{service.model_name}:{bank.name}" for bank in service.banks(who))]
-        return {"object": "list", "data": [_model(service, name) for name in names]}
+        return {"object": "list", "data": [_model(service, name) for name in [*names, EMBEDDING_MODEL]]}
 
     @router.get("/models/{name:path}")
     def model(name: str, who: Reader) -> dict[str, Any]:
         """One model."""
-        _bank(service, name, None, who)
+        if name != EMBEDDING_MODEL:
+            _bank(service, name, None, who)
         return _model(service, name)
 
     @router.post("/chat/completions", response_model=None, responses=STREAMED)
@@ -83,6 +87,35 @@ def routes(service: Service) -> APIRouter:
         if body.stream:
             return await _streamed(service, questions, shape, body.stream_options.include_usage)
         return await _answered(service, request, questions, shape)
+
+    @router.post("/embeddings", response_model=None)
+    async def embed(body: EmbeddingRequest, request: Request, _: Reader) -> Response:
+        """Vectors of texts, by the sentence encoder."""
+        if body.model != EMBEDDING_MODEL:
+            raise no_such_model(body.model)
+        texts = [
+            service.checked_question(text) for text in ([body.input] if isinstance(body.input, str) else body.input)
+        ]
+        service.check_total(texts)
+
+        def work(gone: Callable[[], bool]) -> dict[str, Any]:
+            encoder = service.encoder()
+            if body.dimensions not in (None, encoder.width):
+                raise APIError(
+                    400,
+                    f"dimensions is {body.dimensions}, and vectors have {encoder.width}; leave it out",
+                    param="dimensions",
+                )
+            vectors = service.asking.embed(encoder, texts, gone)
+            data = [
+                {"object": "embedding", "index": index, "embedding": _written(vector, body.encoding_format)}
+                for index, vector in enumerate(vectors)
+            ]
+            tokens = sum(len(service.model.base_lm.prompts.texts.ids(text)) for text in texts)
+            usage = {"prompt_tokens": tokens, "total_tokens": tokens}
+            return {"object": "list", "model": body.model, "data": data, "usage": usage}
+
+        return await service.reads.respond(work, request)
 
     return router
 
@@ -411,6 +444,13 @@ def _uses_retriever(wanted: str | bool | None, bank: ServedBank | None) -> bool:
 
 def _model(service: Service, name: str) -> dict[str, Any]:
     """A model as clients see it. `confidence` names the ways of answering for which `min_confidence` can be given."""
+    model: dict[str, Any] = {"id": name, "object": "model", "created": 0, "owned_by": "mac_rag"}
+    if name == EMBEDDING_MODEL:
+        return model
     fit = service.model.calibration
-    confidence = sorted(fit.modes) if fit and fit.fingerprint == service.model.fingerprint else []
-    return {"id": name, "object": "model", "created": 0, "owned_by": "mac_rag", "confidence": confidence}
+    return {**model, "confidence": sorted(fit.modes) if fit and fit.fingerprint == service.model.fingerprint else []}
+
+
+def _written(vector: Any, encoding: str) -> Any:
+    values = np.asarray(vector, dtype="<f4")
+    return base64.b64encode(values.tobytes()).decode() if encoding == "base64" else values.tolist()

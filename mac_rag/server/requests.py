@@ -343,6 +343,13 @@ class ResponsesRequest(AnswerRequest):
         return self.top_logprobs if self.include or self.top_logprobs else None
 
 
+class EmbeddingRequest(OpenBody):
+    model: str = Field(max_length=256)
+    input: str | Annotated[list[str], Field(min_length=1, max_length=256)]
+    encoding_format: Literal["float", "base64"] = "float"
+    dimensions: int | None = None
+
+
 class NewBank(Body):
     name: str = Field(max_length=256)
     retriever: Literal["none", "bm25", "minilm", "hybrid"] = "bm25"

@@ -12,14 +12,14 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mac_rag.atomic_files import make_writable_folder, private
 from mac_rag.bank.database import WriterLock
 from mac_rag.data.characters import fault_of
 from mac_rag.data.types import Document
 from mac_rag.engine import MACEngine
-from mac_rag.errors import ConfigError
+from mac_rag.errors import ConfigError, ModelLoadError
 from mac_rag.model import MACModel
 from mac_rag.server.api_errors import APIError, no_such_bank
 from mac_rag.server.asking import Asking
@@ -28,6 +28,9 @@ from mac_rag.server.jobs import Job, Jobs
 from mac_rag.server.keys import KeyStore, Principal
 from mac_rag.server.metrics import Metrics
 from mac_rag.server.workers import Workers
+
+if TYPE_CHECKING:
+    from mac_rag.retrieval.dense import Encoder
 
 _log = logging.getLogger(__name__)
 
@@ -45,7 +48,7 @@ class Limits:
         bodies_bytes: most bytes of all bodies of one key at a time.
         body_seconds: longest time for a client to send a body.
         question_characters: longest question, text of a prompt or search.
-        total_characters: most characters of all messages of a request.
+        total_characters: most characters of all messages, or of all texts to embed, of a request.
         document_characters: longest document.
         id_characters: longest id of a document.
         metadata_characters: longest metadata of a document, as JSON.
@@ -82,6 +85,10 @@ class Limits:
         if len(json.dumps(dict(document.metadata), default=str)) > self.metadata_characters:
             return f"its metadata have more than {self.metadata_characters:,} characters as JSON; leave some out"
         return None
+
+
+# The name under which `/v1/embeddings` serves the sentence encoder.
+EMBEDDING_MODEL = "all-MiniLM-L6-v2"
 
 
 class Service:
@@ -125,6 +132,8 @@ class Service:
         self.metrics.watch(folder, lambda: [job.state for job in self.jobs.all()])
         for kind, workers in (("questions", self.questions), ("writes", self.writes), ("reads", self.reads)):
             self.metrics.pending.labels(kind).set_function(partial(getattr, workers, "pending"))
+        self._encoder: Encoder | None = None
+        self._encoder_lock = threading.Lock()
         self.ready = True
         self.stopping = threading.Event()  # set once running changes are to be taken back
 
@@ -217,6 +226,22 @@ class Service:
                 f"all texts together have {total:,} characters, and {most:,} are the most; send fewer",
                 code="too_long",
             )
+
+    def encoder(self) -> Encoder:
+        """The sentence encoder, which the first call loads.
+
+        Raises:
+            APIError: 400 if its package is not installed.
+        """
+        with self._encoder_lock:
+            if self._encoder is None:
+                from mac_rag.retrieval.encoders import minilm
+
+                try:
+                    self._encoder = minilm()
+                except ModelLoadError as error:
+                    raise APIError(400, f"this server has no sentence encoder: {error}", param="model") from None
+            return self._encoder
 
     def refuse_new_work(self) -> None:
         """Refuses questions and changes from now on. Running ones are finished; jobs go on at the next start."""

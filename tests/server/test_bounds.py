@@ -17,7 +17,7 @@ import pytest
 
 from mac_rag.errors import BankError
 from mac_rag.model import MACModel
-from mac_rag.server import catalog, jobs, requests
+from mac_rag.server import catalog, completions, jobs, requests
 from mac_rag.server.service import Service
 from tests.helpers import wait_until
 from tests.server.conftest import NEWS, PRESS, QUESTION
@@ -49,9 +49,9 @@ class TestRequests:
         assert response.status_code in (400, 413)
         assert response.json()["error"]["param"] == param
 
-    def test_messages_are_bounded_in_sum(self, running: Running) -> None:
-        body = {**CHAT, "messages": [{"role": "user", "content": "x" * 19_000}] * 11}
-        response = running.client().post("/v1/chat/completions", json=body)
+    def test_texts_to_embed_are_bounded_in_sum(self, running: Running) -> None:
+        body = {"model": "all-MiniLM-L6-v2", "input": ["x" * 19_000] * 11}
+        response = running.client().post("/v1/embeddings", json=body)
         assert (response.status_code, response.json()["error"]["code"]) == (400, "too_long")
 
     def test_a_message_of_an_agent_is_short(self, running: Running) -> None:
@@ -78,12 +78,14 @@ class TestRequests:
             (requests, "parse_json"),
             (catalog, "condition"),
             (catalog, "_described"),
+            (completions, "_written"),
         ):
             monkeypatch.setattr(module, name, noting(getattr(module, name)))
         with running.client() as client:
             client.post("/v1/chat/completions", json={**CHAT, "filters": {"year": [2004, 2005]}}).raise_for_status()
             client.get("/v1/banks/news/documents").raise_for_status()
-        assert len(loops) >= 4
+            client.post("/v1/embeddings", json={"model": "all-MiniLM-L6-v2", "input": "a"}).raise_for_status()
+        assert len(loops) >= 5
         assert not any(loops)
 
     def test_a_filter_is_kept_for_the_next_question_whatever_its_length(self, running: Running) -> None:

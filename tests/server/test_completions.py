@@ -34,7 +34,7 @@ def engine(running: Running) -> MACEngine:
 
 class TestOpenAIClient:
     def test_models(self, client: openai.OpenAI) -> None:
-        assert [model.id for model in client.models.list()] == ["tiny", "tiny:news"]
+        assert [model.id for model in client.models.list()] == ["tiny", "tiny:news", "all-MiniLM-L6-v2"]
         assert client.models.retrieve("tiny:news").id == "tiny:news"
 
     def test_a_chat_answers_as_the_engine(self, client: openai.OpenAI, engine: MACEngine) -> None:
@@ -112,6 +112,14 @@ class TestOpenAIClient:
         for index, choice in enumerate(answer.choices):
             pieces = [chunk.choices[0].text for chunk in streamed if chunk.choices[0].index == index]
             assert "".join(pieces) == choice.text
+
+    def test_embeddings(self, client: openai.OpenAI) -> None:
+        from mac_rag.retrieval.encoders import minilm
+
+        answer = client.embeddings.create(model="all-MiniLM-L6-v2", input=["a bridge", "a press"])
+        expected = minilm().questions(["a bridge", "a press"])
+        for row, vector in zip(answer.data, expected, strict=True):  # the client asks for base64
+            assert row.embedding == pytest.approx(vector.tolist(), abs=1e-6)
 
     def test_an_unknown_model_is_the_client_s_not_found(self, client: openai.OpenAI) -> None:
         for model in ("tiny:absent", "gpt-4", "tiny:../news", "tiny:"):
@@ -284,6 +292,8 @@ class TestWire:
     @pytest.mark.parametrize(
         ("path", "body"),
         [
+            ("embeddings", {"model": "all-MiniLM-L6-v2", "input": "?"}),
+            ("embeddings", {"model": "all-MiniLM-L6-v2", "input": ["good", "?"]}),
             ("chat/completions", {"model": "tiny:news", "messages": [{"role": "user", "content": "?"}]}),
             ("completions", {"model": "tiny:news", "prompt": "?"}),
             ("responses", {"model": "tiny:news", "input": "?"}),

@@ -21,6 +21,7 @@ SAID: dict[str, Any] = {
     "chat/completions": {"model": "tiny", "messages": [{"role": "user", "content": QUESTION}]},
     "completions": {"model": "tiny", "prompt": QUESTION},
     "responses": {"model": "tiny", "input": QUESTION},
+    "embeddings": {"model": "all-MiniLM-L6-v2", "input": QUESTION},
 }
 IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA"}}
 TOOL = {"type": "function", "function": {"name": "weather"}}
@@ -32,14 +33,14 @@ VALUES: dict[str, Any] = {
     "min_p": 1.0, "seed": 1, "n": 2, "presence_penalty": 2.0, "frequency_penalty": 2.0, "ignore_eos": True,
     "logprobs": True, "top_logprobs": 2, "stream_options": {"include_usage": True}, "tools": [TOOL],
     "tool_choice": "required", "response_format": {"type": "json_object"}, "instructions": "Be brief.",
-    "user": "ada", "store": True, "metadata": {"a": "b"}, "service_tier": "flex",
+    "encoding_format": "base64", "user": "ada", "store": True, "metadata": {"a": "b"}, "service_tier": "flex",
     "verbosity": "low", "cache_control": {"type": "ephemeral"}, "reasoning_effort": "low", "parallel_tool_calls": False,
     "chat_template_kwargs": {"enable_thinking": False}, "typical_p": 0.5, "mirostat": 2, "dry_multiplier": 0.8,
     "functions": [TOOL["function"]], "prediction": {"type": "content", "content": "a"}, "audio": {"voice": "ash"},
     "web_search_options": {}, "repetition_penalty": 1.1, "min_tokens": 4, "stop_token_ids": [1], "bad_words": ["a"],
     "prompt_logprobs": 1, "structured_outputs": {"regex": "a"}, "repeat_penalty": 1.1, "grammar": 'root ::= "a"',
     "json_schema": {"type": "object"}, "echo": True, "previous_response_id": "resp_1", "suffix": "a", "best_of": 2,
-    "background": True,
+    "background": True, "dimensions": 64,
     "images": {"messages": [{"role": "user", "content": [IMAGE]}]}, "token ids": {"prompt": [1, 2]},
 }  # fmt: skip
 # What the field is sent with, and the response compared with.
