@@ -53,8 +53,8 @@ def main(
     path = result_path(output, "multi_document")
     ks = whole_numbers("--k", k)
     from mac_rag.data.newswire.generate import SPLITS
-    from mac_rag.data.newswire.multi_document import generate_multi_document
     from mac_rag.errors import ConfigError
+    from pipelines.corpora.multi_document import generate_multi_document
 
     if split not in SPLITS:
         raise ConfigError(f"newswire has no split {split!r}; choose one of {', '.join(SPLITS)}")
@@ -107,7 +107,7 @@ def rows_by_kind(outcome: Outcome, stream: QADataset, *, seed: int = 0) -> list[
     """
     from eval.harness.protocol import summarize
     from eval.harness.results import Gain
-    from mac_rag.data.newswire.multi_document import KINDS
+    from pipelines.corpora.multi_document import KINDS
 
     rows: list[Row] = []
     ks = [row.k for row in outcome.rows if row.k is not None]

@@ -74,10 +74,7 @@ def _check_brackets(text: str) -> None:
 def _count(node: yaml.Node, counted: dict[int, int], depth: int) -> int:
     """The number of values below a node, those of aliases included.
 
-    Args:
-        node: the node.
-        counted: numbers of the nodes that were counted before, by identity; 0 while one is being counted.
-        depth: how deep the node lies.
+    `counted`: numbers of the nodes that were counted before, by identity; 0 while one is being counted.
     """
     known = counted.get(id(node))
     if known is not None:

@@ -37,13 +37,11 @@ class Aggregated:
     Attributes:
         phi: `[B, T, D]`, phi* of each question; or the rows that each question sees (`OwnKVReader`).
         discarded: `[B]`, the share of the document prior on rows that were not attended to; zero if all rows were.
-        unread: the share of the documents that could not be read; zero if the bank is one.
         mass: `[B, K]`, the share of each question's attention that goes to each row, where it was asked for.
     """
 
     phi: Tensor | ReadRows
     discarded: Tensor
-    unread: float = 0.0
     mass: Tensor | None = None
 
     @property
@@ -315,7 +313,6 @@ class NetworkReader(Reader):
         return Aggregated(
             torch.cat([part.tensor for part in parts]),
             torch.cat([part.discarded for part in parts]),
-            max(part.unread for part in parts),
             torch.cat(masses),
         )
 

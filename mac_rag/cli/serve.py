@@ -31,8 +31,6 @@ ENVIRONMENT = "MAC_RAG_SERVE"
 
 keys = typer.Typer(no_args_is_help=True, help="Make, list and remove the keys of a server.")
 
-_REPLICAS = 2
-
 DataOption = Annotated[
     Path,
     typer.Option(
@@ -73,18 +71,6 @@ def serve(
         ),
     ] = None,
     device_map: DeviceMapOption = None,
-    ray: Annotated[
-        bool,
-        typer.Option(
-            "--ray",
-            help="Answer in several processes, with Ray: on the cluster at RAY_ADDRESS, or else on this machine. "
-            "New banks are in shards.",
-        ),
-    ] = False,
-    replicas: Annotated[
-        int | None,
-        typer.Option(min=1, help="With --ray: processes that answer; new banks get as many shards.", show_default="2"),
-    ] = None,
     config: ConfigOption = None,  # noqa: ARG001, its values have become the defaults of the other arguments
     print_config: PrintConfigOption = False,
 ) -> None:
@@ -100,10 +86,6 @@ def serve(
         say(written_settings(context), lines=True)
         return
     _check_installed("fastapi", "uvicorn", "prometheus_client", "mcp")
-    if replicas is not None and not ray:
-        raise ConfigError(f"--replicas {replicas} needs --ray; add --ray, or leave --replicas out")
-    if device_map is not None and ray:
-        raise ConfigError(f"--device-map {device_map} does not work with --ray; leave one of them out")
     from mac_rag.server.app import Access, is_loopback, run
     from mac_rag.server.service import Limits
 
@@ -120,7 +102,7 @@ def serve(
     if has_keys and not _store(data).described():
         say(f"no key is left, so nobody is let in: mac-rag key add NAME --data {data}", err=True)
     limits = Limits(pending=pending, question_seconds=seconds, requests_per_minute=requests_per_minute)
-    service = _service(data, model, model_name, limits, device_map, (replicas or _REPLICAS) if ray else None)
+    service = _service(data, model, model_name, limits, device_map)
     access = Access(not has_keys, not is_loopback(host), (allow_origin or "").split())
     run(service, host=host, port=port, access=access)
 
@@ -183,26 +165,13 @@ def _store(data: Path) -> KeyStore:
     return KeyStore(data / KEYS)
 
 
-def _service(
-    data: Path,
-    model: str,
-    name: str | None,
-    limits: Limits | None,
-    device_map: str | None,
-    replicas: int | None = None,
-) -> Service:
+def _service(data: Path, model: str, name: str | None, limits: Limits | None, device_map: str | None) -> Service:
     from mac_rag.cli.models import load_model
-    from mac_rag.server.service import BETWEEN_QUESTIONS, Service
+    from mac_rag.server.service import Service
 
     say("loading the model ...", err=True)
-    # With --ray, the replicas use the GPUs.
-    loaded = load_model(model, None, data, device=None if replicas is None else "cpu", device_map=device_map)
-    started = None
-    if replicas is not None and limits is not None:
-        from mac_rag.server.replicas import Replicas
-
-        started = Replicas(model, loaded, data, replicas, limits.pending, BETWEEN_QUESTIONS)
-    return Service(data, loaded, name or Path(model).name.partition("@")[0], limits, started)
+    loaded = load_model(model, None, data, device_map=device_map)
+    return Service(data, loaded, name or Path(model).name.partition("@")[0], limits)
 
 
 def _check_installed(*modules: str) -> None:

@@ -326,8 +326,7 @@ class Record(NamedTuple):
     """One row of a data set.
 
     Attributes:
-        where: its file and row, for messages.
-        name: the name of its file and its number, which serve as the id of a question without one.
+        where, name: its file and row, for messages; the id of its question if it has none.
         values: field -> value, for all fields that are not empty.
         columns: the names of all columns or keys of the row.
     """
@@ -353,11 +352,7 @@ def suffix_of(path: Path) -> str | None:
 
 
 def read_records(path: Path, columns: Mapping[str, str]) -> Iterator[Record]:
-    """Yields the rows of a file, or of a split of the Hub.
-
-    Args:
-        path: a file with one of `SUFFIXES`, or `hub:OWNER/NAME:SPLIT`.
-        columns: field -> the column or key that holds it, if their names differ.
+    """Yields the rows of a file with one of `SUFFIXES`, or of a split of the Hub. `columns`: as `read_own` takes them.
 
     Raises:
         DataError: for a file that cannot be read or is malformed, and for a missing column; names the file and the row.
@@ -399,17 +394,11 @@ def _rows(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
 
 
 class OwnContents:
-    """Collects and checks documents and questions.
-
-    Args:
-        unanswered: True to also take questions without answers.
+    """Collects and checks documents and questions; both are by id, in the order of the rows.
 
     Attributes:
-        documents: id -> document, in the order of the rows.
-        questions: id -> question, in the order of the rows.
         id_of_text: sha256 of a text -> id of the first document with this text.
-        unanswerable: number of questions that were left out because they are marked as impossible to answer, as in
-            SQuAD 2.0.
+        unanswerable: number of questions that were left out, because they are marked as impossible to answer.
     """
 
     def __init__(self, *, unanswered: bool = False) -> None:
@@ -442,9 +431,7 @@ class OwnContents:
     def add_row(self, record: Record, *, may_be_alone: bool = False) -> None:
         """Adds a question with the text of its document. Rows with the same text are about one document.
 
-        Args:
-            record: the row.
-            may_be_alone: True for a file in SQuAD's layout, where a row without `question` is only a document.
+        `may_be_alone`: True for a file in SQuAD's layout, where a row without `question` is only a document.
 
         Raises:
             DataError: for a field that is missing or wrong, and for an id that means something else in an earlier row.

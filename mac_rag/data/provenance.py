@@ -22,7 +22,6 @@ class Member:
     """A document in an entry of the bank.
 
     Attributes:
-        document_id: id of the document.
         content_hash: hash of its text and metadata, by which an unchanged document is recognized.
         metadata: its metadata, after a round trip through JSON.
         added: time at which it was put into the bank, in ISO 8601 and UTC.

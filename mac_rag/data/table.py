@@ -36,8 +36,7 @@ class Row:
     """One row of a file.
 
     Attributes:
-        where: file and row, for messages.
-        number: number of the row, from 1 on, without the header.
+        where, number: file and row, for messages; its number from 1 on, without the header.
         values: column or key -> value; for a CSV file, the text of the cell, exactly as in the file.
         is_text: True for a row of a CSV file, whose values are texts, whatever they mean.
     """
@@ -48,11 +47,7 @@ class Row:
     is_text: bool = False
 
     def filled(self, column: str) -> str:
-        """The cell of a column that must not be empty.
-
-        Raises:
-            DataError: if the cell is blank.
-        """
+        """The cell of a column that must not be empty. Raises DataError if the cell is blank."""
         cell = str(self.values[column])
         if not cell.strip():
             raise self.fault(column, "the cell is empty; fill it, or remove the row")

@@ -273,8 +273,6 @@ class Answer:
         document_ids: ids of the documents that the retriever found, the best first.
         truncated: True if documents were shortened or left out to fit the LM's window.
         discarded_prior: share of the document prior on documents that preselection left out; 0 without preselection.
-        unread: share of the documents that had no influence because their shards were lost; 0 unless a bank in shards
-            has `partial_answers`.
         sources: the documents that it rests on, the most important one first; empty unless they were requested.
         confidence: the probability that the LM's answer is right, by the model's calibration; None unless
             `min_confidence` was given.
@@ -289,7 +287,6 @@ class Answer:
     document_ids: tuple[str, ...]
     truncated: bool
     discarded_prior: float = 0.0
-    unread: float = 0.0
     sources: tuple[Source, ...] = ()
     confidence: float | None = None
     guess: str | None = None

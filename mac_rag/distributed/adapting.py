@@ -8,7 +8,6 @@ such as commits and the retriever, is that of `MACEngine.adapt`.
 from __future__ import annotations
 
 import os
-import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cached_property
@@ -83,7 +82,8 @@ class RayWorkers:
     """
 
     def __init__(self, model: MACModel, name: str, actors: int | None = None) -> None:
-        self._ray = _quietly_connected()
+        os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "fatal")  # Ray's core repairs its errors by itself
+        self._ray = connected_ray()
         resources = self._ray.cluster_resources()
         gpus = int(resources.get("GPU", 0))
         self._most = actors or max(1, gpus or int(resources.get("CPU", 1)) // _CPUS)
@@ -148,20 +148,3 @@ class RayWorkers:
         if advance is not None:
             advance(rows)
         return torch.tensor(made) if not isinstance(made, list) else [torch.tensor(row) for row in made]
-
-
-def _quietly_connected() -> Any:
-    """The module `ray`, connected, with a core that writes errors it repairs by itself to its log only.
-
-    The core reports this setting once on standard error; that line is discarded.
-    """
-    os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "fatal")
-    sys.stderr.flush()
-    terminal, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
-    try:
-        os.dup2(nowhere, 2)
-        return connected_ray()
-    finally:
-        os.dup2(terminal, 2)
-        os.close(terminal)
-        os.close(nowhere)

@@ -21,12 +21,9 @@ Version: TypeAlias = tuple[str, int]
 
 @dataclass(frozen=True)
 class ShardContents:
-    """Everything about a shard's documents except their memory tokens.
+    """Everything about a shard's documents except their memory tokens; entries are in the order of their rows.
 
-    Attributes:
-        version: the shard's state.
-        records: the entries, in the order of their rows.
-        row_shape: (T, D) of a row; None for an empty shard.
+    `row_shape`: (T, D) of a row; None for an empty shard.
     """
 
     version: Version
@@ -36,13 +33,11 @@ class ShardContents:
 
 @dataclass(frozen=True)
 class ShardChange:
-    """The effect of a change on a shard.
+    """The effect of a change on a shard, and the return value of the bank's method.
 
     Attributes:
-        version: the new state.
         added: entries that were added, in the order of their rows.
         removed: ids of the documents that were removed; some may be in `added` again.
-        returned: return value of the bank's method.
     """
 
     version: Version
@@ -56,14 +51,11 @@ class ShardQuestion:
     """Data of B questions that a shard gets once, before their first block.
 
     Attributes:
-        name: a unique name of these questions.
         version: the state of the shard that they read.
         prior_queries: `[B, d_prior]`; None without a document prior.
-        use_prior: False leaves the document prior out.
-        use_recency: False leaves the recency term out of it.
+        use_prior, use_recency: False leaves the document prior, or its recency term, out.
         asked: `[B]`, see `mac_rag.nn.prior.RecencyTerm.penalties`; None without the term.
         visible: which of the shard's rows the questions may see, as packed bits; None for all.
-        cache_bytes: see `AttentionConfig`.
     """
 
     name: str

@@ -6,9 +6,9 @@ A recency term and slots cost two more round trips each, once per question.
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import reduce
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -17,7 +17,7 @@ from torch import Tensor
 from mac_rag.bank.base_reader import Aggregated, NetworkReader
 from mac_rag.distributed.messages import Array, ShardQuestion, to_array, to_tensor
 from mac_rag.distributed.transport import Request
-from mac_rag.errors import ConfigError, ShardLostError
+from mac_rag.errors import ConfigError
 from mac_rag.nn.attention import Partial
 from mac_rag.nn.memory_slots import FirstRows
 from mac_rag.nn.prior import Candidates
@@ -30,19 +30,10 @@ if TYPE_CHECKING:
     from mac_rag.nn.memory_tokens import MemoryTokens
 
 
-_Read = TypeVar("_Read")
-
-
 class ShardedReader(NetworkReader):
-    """Reads a bank in shards with one model.
+    """Reads a snapshot of a bank in shards with one model, whose weights must not change meanwhile.
 
-    Args:
-        model: the model that reads; its weights must not change while the reader is in use.
-        bank: a snapshot of a bank that this model wrote.
-        config: attention strategy, and the cache of keys and values of each shard.
-
-    Raises:
-        ConfigError: for any strategy except streaming.
+    Raises ConfigError for any strategy except streaming.
     """
 
     bank: ShardedContents
@@ -57,98 +48,22 @@ class ShardedReader(NetworkReader):
     def follow(self, bank: BankContents) -> None:
         self.bank = bank  # type: ignore[assignment]  # the engine's bank makes all of its snapshots
 
-    def aggregate(
-        self,
-        questions: Sequence[str],
-        allowed: Container[str] | None = None,
-        *,
-        ids: Sequence[Sequence[int]] | None = None,
-        mass: bool = False,
-        read: Sequence[Sequence[tuple[str, float]]] | None = None,
-    ) -> Aggregated:
-        """As `Reader.aggregate`; rows of lost shards have no mass.
-
-        Raises:
-            ShardLostError: if a shard is lost and the bank has no `partial_answers`; if all shards are lost.
-        """
-        try:
-            return super().aggregate(questions, allowed, ids=ids, mass=mass)
-        except ShardLostError:
-            if not self.bank.partial_answers:
-                raise
-        # Results without lost shards are not cached: the next question may reach all shards.
-        known_ids = {} if ids is None else dict(zip(questions, ids, strict=True))
-        visible = self._visible(allowed)
-
-        def read_some(some: Sequence[str]) -> Aggregated:
-            return self._without_lost(lambda lost: self._aggregate_without(lost, some, visible, known_ids, mass=mass))
-
-        return self._with_mass(questions, read_some) if mass else read_some(questions)
-
-    def _without_lost(self, read: Callable[[frozenset[int]], _Read]) -> _Read:
-        """Reads the shards that are not lost; if another is lost meanwhile, reads again without it."""
-        while True:
-            lost = self.bank.shards.lost
-            try:
-                return read(lost)
-            except ShardLostError:
-                if self.bank.shards.lost <= lost:
-                    raise
-
+    @torch.no_grad()
     def _aggregate(
         self, questions: Sequence[str], visible: Tensor | None, ids: Mapping[str, Sequence[int]], *, mass: bool
     ) -> Aggregated:
-        return self._aggregate_without(frozenset(), questions, visible, ids, mass=mass)
-
-    @torch.no_grad()
-    def _aggregate_without(
-        self,
-        lost: frozenset[int],
-        questions: Sequence[str],
-        visible: Tensor | None,
-        ids: Mapping[str, Sequence[int]],
-        *,
-        mass: bool,
-    ) -> Aggregated:
-        """Aggregates the shards that are not lost."""
-        question, seen = self._encoded(questions, ids), self._seen_rows(visible)
-        documents = {number: self._documents(number, rows) for number, rows in seen.items()}
-        without = sum(count for number, count in documents.items() if number in lost)
-        phi, found = self._attended(question, self._there(seen, lost), questions, mass=mass)
-        nothing = torch.zeros(len(questions), device=phi.device)
-        return Aggregated(phi, nothing, without / sum(documents.values()), found)
-
-    def _there(self, seen: Mapping[int, Tensor | None], lost: frozenset[int]) -> dict[int, Tensor | None]:
-        """The part of `seen` in shards that are not lost.
-
-        Raises:
-            ShardLostError: if all of these shards are lost.
-        """
-        there = {number: rows for number, rows in seen.items() if number not in lost}
-        if not there:
-            raise self.bank.shards.error_of(min(seen))
-        return there
+        phi, found = self._attended(self._encoded(questions, ids), self._seen_rows(visible), questions, mass=mass)
+        return Aggregated(phi, torch.zeros(len(questions), device=phi.device), found)
 
     def _prior_summary(self, questions: Sequence[str], visible: Tensor | None) -> tuple[Tensor, int]:
-        """As `Reader._prior_summary`; with `partial_answers`, for the shards that are not lost.
-
-        Raises:
-            ShardLostError: as `aggregate`.
-        """
         encoded, seen = self._encoded(questions, {}), self._seen_rows(visible)
-
-        def read(lost: frozenset[int]) -> tuple[Tensor, int]:
-            there = self._there(seen, lost)
-            asked = _asked(self, encoded, there, secrets.token_hex(8), use_prior=True)
-            found = self.bank.shards.done({number: Request("prior_summary", (one,)) for number, one in asked.items()})
-            parts = torch.stack([to_tensor(found[number], encoded.tokens.device) for number in sorted(found)])
-            count = sum(
-                self.bank.directories[number].rows if rows is None else int(rows.sum())
-                for number, rows in there.items()
-            )
-            return torch.stack([parts[..., 0].amax(0), parts[..., 1].logsumexp(0)], 1), count
-
-        return self._without_lost(read) if self.bank.partial_answers else read(frozenset())
+        asked = _asked(self, encoded, seen, secrets.token_hex(8), use_prior=True)
+        found = self.bank.shards.done({number: Request("prior_summary", (one,)) for number, one in asked.items()})
+        parts = torch.stack([to_tensor(found[number], encoded.tokens.device) for number in sorted(found)])
+        count = sum(
+            self.bank.directories[number].rows if rows is None else int(rows.sum()) for number, rows in seen.items()
+        )
+        return torch.stack([parts[..., 0].amax(0), parts[..., 1].logsumexp(0)], 1), count
 
     def _attended(
         self, question: MemoryTokens, seen: Mapping[int, Tensor | None], texts: Sequence[str], *, mass: bool
@@ -165,15 +80,6 @@ class ShardedReader(NetworkReader):
             return {number: None for number, count in enumerate(rows) if count}
         return {number: part for number, part in enumerate(visible.split(rows)) if part.any()}
 
-    def _documents(self, number: int, rows: Tensor | None) -> int:
-        """Number of a shard's documents that are visible."""
-        directory = self.bank.directories[number]
-        if rows is None:
-            return len(directory.sequences)
-        records = directory.records.values()
-        first = torch.tensor([0, *(record.rows for record in records)]).cumsum(0)[:-1]
-        return sum(len(record.members) for record, is_seen in zip(records, rows[first].tolist()) if is_seen)
-
 
 def _asked(
     reader: ShardedReader,
@@ -184,15 +90,9 @@ def _asked(
     *,
     use_prior: bool,
 ) -> dict[int, ShardQuestion]:
-    """The message about B questions to each shard.
+    """The message about B questions to each shard; `seen` as `ShardedReader._seen_rows` gives it.
 
-    Args:
-        reader: the reader.
-        question: the encoded questions.
-        seen: index of each shard to ask -> its visible rows, bool `[k]`, or None for all.
-        name: a unique name of these questions.
-        asked: `[B]`, see `mac_rag.nn.prior.RecencyTerm.penalties`; None without the term.
-        use_prior: False leaves the document prior out.
+    `asked`: `[B]`, see `mac_rag.nn.prior.RecencyTerm.penalties`; None without the term.
     """
     prior = reader.model.aggregation.prior if use_prior else None
     queries = None if prior is None else prior.queries(question)
@@ -214,11 +114,7 @@ def _asked(
 class _ShardsAttention:
     """Attention of B questions to the rows of some shards, block by block; see `mac_rag.nn.aggregation.Attend`.
 
-    Args:
-        reader: the reader.
-        question: the encoded questions.
-        seen: index of each shard to ask -> its visible rows, bool `[k]`, or None for all.
-        asked: `[B]`, see `mac_rag.nn.prior.RecencyTerm.penalties`; None without the term.
+    `seen` and `asked` are as for `_asked`.
     """
 
     def __init__(
@@ -239,13 +135,9 @@ class _ShardsAttention:
         self._to_tell: Mapping[int, ShardQuestion | None] = self.questions
 
     def begun(self, batch: int) -> FirstRows | None:
-        """Sends each shard the facts about other shards that it needs before the first block.
+        """Sends each shard the facts about others that it needs before the first block of B questions.
 
-        Args:
-            batch: B.
-
-        Returns:
-            The rows that the prior ranks first in all shards; None without slots, or if the prior is not in use.
+        Returns the rows that the prior ranks first in all shards; None without slots, or if the prior is not in use.
         """
         if self.has_recency and len(self.questions) > 1:
             self._compare(batch)

@@ -61,11 +61,7 @@ class _SealedFile(BaseModel):
 
     @classmethod
     def read(cls, path: Path, missing: str) -> Self:
-        """Reads the file.
-
-        Args:
-            path: the file.
-            missing: error message if there is no such file.
+        """Reads the file; `missing` is the error message if there is no such file.
 
         Raises:
             BankError: if the file is missing or cannot be read.
@@ -91,10 +87,7 @@ class ShardsManifest(_SealedFile):
     """Manifest of a bank in shards.
 
     Attributes:
-        format: version of this file.
         name: random name of the bank, which its shards carry as well.
-        fingerprint: fingerprint of the model.
-        shards: number of shards.
         routing: the rule that assigns documents to shards, see `shard_of`.
         intent: the change of bank and retriever that has begun and is not complete; empty if there is none.
     """
@@ -108,14 +101,7 @@ class ShardsManifest(_SealedFile):
 
 
 class ShardMark(_SealedFile):
-    """Identity of the shard in a folder.
-
-    Attributes:
-        format: version of this file.
-        bank: name of the bank.
-        number: number of the shard, from 0.
-        shards: number of shards of the bank.
-    """
+    """Identity of the shard in a folder: the name of its bank, its number from 0, and the bank's number of shards."""
 
     format: Literal[1] = 1
     bank: _BankName
@@ -123,11 +109,7 @@ class ShardMark(_SealedFile):
     shards: _Count
 
     def check(self, expected: ShardMark, folder: Path) -> None:
-        """Refuses a folder that holds another shard.
-
-        Raises:
-            BankError: for another shard; the message says which one.
-        """
+        """Refuses a folder that holds another shard. Raises BankError for another shard; the message says which one."""
         if self == expected:
             return
         if self.bank != expected.bank:
@@ -142,11 +124,7 @@ class ShardMark(_SealedFile):
 
 
 def read_mark(folder: Path) -> ShardMark:
-    """The mark of a shard's folder.
-
-    Raises:
-        BankError: if the folder holds no shard, or a damaged mark.
-    """
+    """The mark of a shard's folder. Raises BankError if the folder holds no shard, or a damaged mark."""
     return ShardMark.read(
         folder / MARK, f"{folder} holds no shard: it is lost or was moved; put it back, or restore it from a backup"
     )

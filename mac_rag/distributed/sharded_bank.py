@@ -67,30 +67,24 @@ class ShardedBank(ShardedContents):
     Each shard commits by itself. So after an error or a crash during `commit`, some shards may have committed and
     others not: repeat the call that failed, such as `MACEngine.adapt`, and it does the rest.
 
-    A lost shard restarts from its folder, at its last commit. Meanwhile, a question raises `ShardLostError`; or, with
-    `partial_answers`, it is answered from the other shards, and `Answer.unread` is the share of documents that were not
-    read.
+    A lost shard restarts from its folder, at its last commit. Meanwhile, a question raises `ShardLostError`.
 
     Args:
         settings: how the shards are opened.
         start: makes the shards' transport.
-        partial_answers: True to answer while shards are lost.
         create: True for a new bank.
 
     Attributes:
-        partial_answers: True to answer while shards are lost.
         commits: number of commits of this object.
 
     Raises:
         BankError, FingerprintError: as `open`.
     """
 
-    def __init__(
-        self, settings: ShardSettings, start: StartShards, *, partial_answers: bool = False, create: bool = False
-    ) -> None:
+    def __init__(self, settings: ShardSettings, start: StartShards, *, create: bool = False) -> None:
         shards = WatchedShards(settings, start, create=create)
         found = [ShardDirectory(contents) for contents in shards.opened]
-        super().__init__(shards, settings.manifest.fingerprint, found, 0, partial_answers)
+        super().__init__(shards, settings.manifest.fingerprint, found, 0)
         if create:
             settings.manifest.write(settings.folder / SHARDS)
         self._settings = settings
@@ -111,7 +105,6 @@ class ShardedBank(ShardedContents):
         model: MACModel,
         *,
         shards: int,
-        partial_answers: bool = False,
         actor_options: ActorOptions | None = None,
     ) -> Self:
         """Makes a new, empty bank and opens it for writing.
@@ -120,14 +113,14 @@ class ShardedBank(ShardedContents):
             folder: folder of the bank, which all machines must see under this path; created if missing.
             model: the model that writes and reads the bank.
             shards: number of shards. It can never change, because it decides where documents lie.
-            partial_answers, actor_options: as for `open`.
+            actor_options: as for `open`.
 
         Raises:
             BankError: if the folder already holds a bank or shards.
             ConfigError: for an impossible number of shards, and for a model that is not amortized; without Ray.
         """
         settings = ShardSettings.of_new(Path(folder).absolute(), model, shards)
-        return cls(settings, partial(RayShards, options=actor_options), partial_answers=partial_answers, create=True)
+        return cls(settings, partial(RayShards, options=actor_options), create=True)
 
     @classmethod
     def open(
@@ -136,7 +129,6 @@ class ShardedBank(ShardedContents):
         model: MACModel,
         *,
         write: bool = False,
-        partial_answers: bool = False,
         actor_options: ActorOptions | None = None,
     ) -> Self:
         """Opens a bank at the last commits of its shards.
@@ -145,7 +137,6 @@ class ShardedBank(ShardedContents):
             folder: folder of the bank.
             model: the model that wrote the bank.
             write: True to change the bank. Only one process can write to it at a time.
-            partial_answers: True to answer while shards are lost.
             actor_options: function from a shard's number to its Ray actor's options, such as `num_gpus` or `resources`.
 
         Raises:
@@ -155,7 +146,7 @@ class ShardedBank(ShardedContents):
             FingerprintError: if another model wrote it.
         """
         settings = ShardSettings.of(Path(folder).absolute(), model, write=write)
-        return cls(settings, partial(RayShards, options=actor_options), partial_answers=partial_answers)
+        return cls(settings, partial(RayShards, options=actor_options))
 
     @property
     def writable(self) -> bool:
@@ -190,13 +181,8 @@ class ShardedBank(ShardedContents):
                 if snapshot.states == states:
                     return snapshot
             self.version += 1
-            snapshot = ShardedSnapshot(
-                self.shards,
-                self.fingerprint,
-                [directory.copy() for directory in directories],
-                self.version,
-                self.partial_answers,
-            )
+            copies = [directory.copy() for directory in directories]
+            snapshot = ShardedSnapshot(self.shards, self.fingerprint, copies, self.version)
             self._snapshots.add(snapshot)
             return snapshot
 

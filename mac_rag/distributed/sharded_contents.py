@@ -23,17 +23,8 @@ from mac_rag.errors import BankError
 class ShardedContents:
     """The documents of all shards, in the order of the shards, and within a shard in the order of arrival.
 
-    Args:
-        shards: the shards.
-        fingerprint: fingerprint of the model that wrote them.
-        directories: the directory of each shard.
-        version: see below.
-        partial_answers: see below.
-
     Attributes:
-        shards: the shards.
         directories: the directory of each shard.
-        partial_answers: True to answer while shards are lost.
         version: a number that grows with every change of the bank.
     """
 
@@ -45,14 +36,12 @@ class ShardedContents:
         fingerprint: str,
         directories: Sequence[ShardDirectory],
         version: int,
-        partial_answers: bool,
     ) -> None:
         self.shards = shards
         self.path: Path = shards.folder
         self.fingerprint = fingerprint
         self.directories = list(directories)
         self.version = version
-        self.partial_answers = partial_answers
 
     @property
     def states(self) -> list[Version]:

@@ -294,13 +294,7 @@ class Scorer(Protocol):
 
 @dataclass
 class _Corpus:
-    """Statistics of the allowed documents.
-
-    Attributes:
-        allowed: `[rows]`, True for their rows; None for all.
-        documents: their number.
-        norms: `[rows]`, the term of BM25's denominator that grows with a document's length.
-    """
+    """Statistics of the allowed documents. `norms`: `[rows]`, the term of BM25's denominator that grows with length."""
 
     allowed: Mask | None
     documents: int

@@ -334,25 +334,12 @@ def _record_of(document: Document) -> dict[str, str]:
 
 
 def _hash_in(record: Any, document_id: str, place: str) -> str:
-    """The content hash in a record, which another program may have written.
-
-    Args:
-        record: a record as Chroma returns it.
-        document_id: id of the document, for the message.
-        place: the folder or address, for the message.
-
-    Raises:
-        BankError: if the record has no content hash.
-    """
+    """The content hash in a record, which another program may have written; BankError if there is none."""
     return _text_in(record, _HASH, document_id, place)
 
 
 def _metadata_in(record: Any, document_id: str, place: str) -> dict[str, Any]:
-    """The metadata in a record; see `_hash_in`.
-
-    Raises:
-        BankError: if the record has no metadata, or they are not a JSON object within the bounds of metadata.
-    """
+    """The metadata in a record; BankError if there are none, or no JSON object within the bounds of metadata."""
     text = _text_in(record, _METADATA, document_id, place)
     try:
         metadata = parse_json(text, depth=METADATA_DEPTH)
@@ -382,13 +369,6 @@ def _check_schema(collection: Any, place: str) -> None:
 
     chromadb builds such a function when it reads the schema, at the first write. Some of these functions, such as
     sentence encoders, may run code from the folder of their model.
-
-    Args:
-        collection: chromadb's collection, whose schema has not been read yet.
-        place: the folder or address, for the message.
-
-    Raises:
-        ConfigError: if there are embedding functions; names them.
     """
     model = collection._model
     if foreign := _embedding_functions(model.configuration_json, model.serialized_schema):
@@ -422,12 +402,7 @@ class ChromaServer:
     """A Chroma server, with the methods of chromadb's client that a `ChromaRetriever` calls.
 
     chromadb's own client waits for a server forever, and raises bare exceptions with the text of a proxy. This one
-    makes chromadb's requests with a session of its own.
-
-    Args:
-        place: `http://HOST:PORT` or `https://HOST:PORT`.
-        headers: sent with each request.
-        timeout: most seconds that the server may take to answer.
+    makes chromadb's requests with a session of its own, and with these headers.
     """
 
     def __init__(self, place: str, headers: Mapping[str, str], timeout: float) -> None:

@@ -19,7 +19,6 @@ from mac_rag.errors import (
     InstructionError,
     MACError,
     PromptError,
-    ShardLostError,
 )
 
 # The message for a fault of the server itself; the log says more.
@@ -28,14 +27,9 @@ _PATH = re.compile(r"(?<![\w/])/(?:[^\s/:;,'\"]+/)+[^\s/:;,'\"]*")
 
 
 class APIError(Exception):
-    """The error response to a request.
+    """The error response to a request: its HTTP status, what is wrong, and the remedy.
 
-    Args:
-        status: HTTP status.
-        message: what is wrong, and the remedy.
-        param: name of the field that is wrong.
-        code: a short code for programs.
-        retry_after: seconds to wait before trying again.
+    `param` names the field that is wrong, `code` is a short code for programs, `retry_after` are seconds.
     """
 
     def __init__(
@@ -95,7 +89,7 @@ def error_of(error: BaseException) -> APIError:
         return APIError(507, "the server's disk is full, so nothing was changed; try again later", code="disk_full")
     if isinstance(error, CancelledError):
         return closing("the server is closing, so nothing was changed")
-    if isinstance(error, DamageError | FingerprintError | ShardLostError):
+    if isinstance(error, DamageError | FingerprintError):
         return APIError(503, _OURS, code="bank_unavailable")
     if isinstance(error, DocumentError | DataError | ConfigError | PromptError | InstructionError):
         return APIError(400, message)

@@ -72,8 +72,7 @@ class Access:
     Attributes:
         anyone: True to let requests without a key do everything, until the first key is made.
         any_host: True to take such requests from other machines. Otherwise they must come from this one, without a
-            proxy, and their `Host` header must name the loopback address, so that a page of another site cannot reach
-            the server under a domain name of its own (DNS rebinding).
+            proxy, and name the loopback address as their host, against DNS rebinding.
         origins: origins of other sites whose pages may use the server, such as https://app.example.org; `*` for all.
     """
 
@@ -253,13 +252,7 @@ _HEADERS = {
 
 
 class Gate:
-    """Checks every request before the application sees it.
-
-    Args:
-        app: the application.
-        service: the server's keys, limits and metrics.
-        access: who may make requests without a key.
-    """
+    """Checks every request before the application sees it."""
 
     def __init__(self, app: ASGIApp, service: Service, access: Access) -> None:
         self._app = app
@@ -306,11 +299,7 @@ class Gate:
             _access.info(json.dumps({**record, **who_asked}))
 
     def _admit(self, scope: Scope) -> Principal | None:
-        """The principal that makes a request; None for a public path.
-
-        Raises:
-            APIError: if the request is refused.
-        """
+        """The principal that makes a request; None for a public path. Raises APIError if the request is refused."""
         if sum(len(name) + len(value) for name, value in scope["headers"]) > _HEADER_BYTES:
             raise APIError(431, f"the headers have more than {_HEADER_BYTES:,} bytes; send fewer or shorter ones")
         length = _only(scope, b"content-length")
@@ -483,11 +472,7 @@ class RateLimit:
         self._left: dict[str, tuple[float, float]] = {}  # name -> tokens left, and when they were counted
 
     def take(self, name: str) -> None:
-        """Counts a request.
-
-        Raises:
-            APIError: 429 if there were too many requests; says when to try again.
-        """
+        """Counts a request. Raises APIError: 429 if there were too many requests; says when to try again."""
         if not self._per_minute:
             return
         now = self._clock()

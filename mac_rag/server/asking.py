@@ -31,18 +31,11 @@ _LOWEST = -9999.0  # log-probability of what was impossible, for JSON has no -in
 
 @dataclass(frozen=True)
 class ServedQuestion:
-    """A question, and how to answer it.
+    """A question, and how to answer it: most fields are as `MACEngine.answer` takes them.
 
     Attributes:
-        text: the question.
         bank: the bank to ask; None for the LM alone.
         before: the conversation before the question; only a model whose prompt format is a chat reads it.
-        use_memory, use_retriever: whether the bank's memory and its retriever are used.
-        k, memory_weight, allowed, as_of, sampling: as `MACEngine.answer` takes them.
-        max_new_tokens: longest answer in tokens.
-        sources: most documents to name as sources.
-        min_confidence: as `MACEngine.answer` takes it.
-        hits: the documents in front of the question, if already retrieved; None to retrieve them.
     """
 
     text: str
@@ -58,7 +51,6 @@ class ServedQuestion:
     max_new_tokens: int | None = None
     sources: int = 0
     min_confidence: float | None = None
-    hits: tuple[Hit, ...] | None = None
 
     @property
     def seen(self) -> dict[str, Any]:
@@ -88,14 +80,10 @@ class Reply:
     """An answer.
 
     Attributes:
-        text: the answer.
         prompt_tokens, completion_tokens: numbers of tokens of prompt and answer, without the one that ends it.
         is_cut: True if the answer has the most tokens that it may have.
-        sources: the documents that the answer rests on, the most important one first.
         retrieved: ids of the documents in front of the question, the best first.
-        truncated: True if documents were shortened or left out to fit the LM's window.
-        confidence: the probability that the answer is right; None if the request does not ask for it.
-        guess: the LM's answer if "I don't know" replaced it; otherwise None.
+        truncated, sources, confidence, guess: as `Answer` has them.
         logprobs: each token of the LM's answer as OpenAI's API describes it; None if the request does not ask for it.
     """
 
@@ -112,12 +100,7 @@ class Reply:
 
 
 class Asking:
-    """Answers questions to any of the server's banks, and to the LM alone.
-
-    Args:
-        alone: an engine of the model with an empty bank.
-        metrics: measures the parts of requests.
-    """
+    """Answers questions to any of the server's banks, and to the LM alone, by an engine whose bank is empty."""
 
     def __init__(self, alone: MACEngine, metrics: Metrics) -> None:
         self._alone = alone
@@ -139,20 +122,15 @@ class Asking:
         return self._alone.model.config.max_new_tokens
 
     def answer(self, questions: Sequence[ServedQuestion], cancelled: Callable[[], bool] | None = None) -> list[Reply]:
-        """Answers questions, in batches with those of other threads if possible.
+        """Answers questions that differ only in their texts, in batches with those of other threads if possible.
 
-        Args:
-            questions: questions that differ only in their texts.
-            cancelled: as `MACEngine.answer` takes it.
-
-        Raises:
-            MACError: as `MACEngine.answer`.
+        `cancelled` and errors are those of `MACEngine.answer`.
         """
         if len(questions) > (together := self._together):
             first = self.answer(questions[:together], cancelled)
             return first + self.answer(questions[together:], cancelled)
         like = questions[0]
-        prompts = [self._prompt(question) for question in questions] if self._retrieves(like) else None
+        prompts = [self._prompt(question) for question in questions] if self._is_conversation(like) else None
         with self._metrics.part("answer"):
             answers = self._engine(like).answer(
                 [question.text for question in questions] if prompts is None else [prompt for prompt, _ in prompts],
@@ -212,11 +190,7 @@ class Asking:
     def search(
         self, bank: ServedBank, text: str, k: int, allowed: frozenset[str] | None, as_of: str | None
     ) -> list[Hit]:
-        """The documents that the bank's retriever finds.
-
-        Raises:
-            MACError: as `MACEngine.retrieve`.
-        """
+        """The documents that the bank's retriever finds. Raises MACError as `MACEngine.retrieve`."""
         with self._metrics.part("search"):
             [hits] = bank.engine.retrieve([text], k=k, allowed=allowed, as_of=as_of)
             return hits
@@ -245,19 +219,14 @@ class Asking:
         return self._alone if question.bank is None else question.bank.engine
 
     def _retrieved(self, question: ServedQuestion) -> list[Hit]:
-        if question.hits is not None:
-            return list(question.hits)
         if question.bank is None or not question.use_retriever or question.bank.engine.retriever is None:
             return []
         k = question.bank.engine.k if question.k is None else question.k
         return self.search(question.bank, question.text, k, question.allowed, question.as_of)
 
     def _is_conversation(self, question: ServedQuestion) -> bool:
-        return bool(question.before) and self.reads_conversations
-
-    def _retrieves(self, question: ServedQuestion) -> bool:
         """True if this class retrieves the documents of an answer, and not the engine, for all of a batch at once."""
-        return question.hits is not None or self._is_conversation(question)
+        return bool(question.before) and self.reads_conversations
 
     def _prompt(self, question: ServedQuestion) -> tuple[FittedPrompt, list[Hit]]:
         """The prompt of a question, and its retrieved documents."""

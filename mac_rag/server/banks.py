@@ -224,12 +224,7 @@ def found(hits: Sequence[Hit], characters: int, *, metadata: bool = False) -> li
 
 
 def _documents(service: Service, body: NewDocuments) -> list[Document]:
-    """The documents of a body, each of them checked.
-
-    Raises:
-        APIError: as `Limits.fault_of`.
-        MACError: as `Member.of`.
-    """
+    """The documents of a body, each of them checked by `Limits.fault_of` and `Member.of`."""
     documents = [Document(one.id, one.text, one.metadata) for one in body.documents]
     for number, document in enumerate(documents):
         fault = service.limits.fault_of(document)

@@ -27,13 +27,10 @@ from mac_rag.atomic_files import (
 from mac_rag.bank.bank import MemoryBank
 from mac_rag.bank.bm25 import BankBM25Retriever
 from mac_rag.bank.copies import backup
-from mac_rag.bank.interface import Bank
 from mac_rag.data.dates import ALWAYS, written
 from mac_rag.data.metadata_filters import Filters, condition
 from mac_rag.data.provenance import Member
 from mac_rag.data.types import AdaptReport, Document
-from mac_rag.distributed.shard_files import SHARDS
-from mac_rag.distributed.sharded_contents import ShardedContents
 from mac_rag.engine import MACEngine
 from mac_rag.errors import BankError, CancelledError, ConfigError, MACError
 from mac_rag.model import MACModel
@@ -49,36 +46,20 @@ _PAGE_CHARACTERS = 1_000_000  # of a page of documents
 
 
 class ServedBank:
-    """A bank, open for writing, with its engine.
-
-    Args:
-        name: its name.
-        engine: its engine, whose bank is in a folder.
-        retriever: the name of its retriever; `none` for none.
-
-    Attributes:
-        opening: a random id, new each time the bank is opened.
-        changes: number of changes since it was opened.
-    """
+    """A bank, open for writing, with its engine, and the name of its retriever; `none` for none."""
 
     def __init__(self, name: str, engine: MACEngine, retriever: str) -> None:
         self.name = name
         self.engine = engine
         self.retriever = retriever
-        self.opening = token_hex(8)
-        self.changes = 0
         self._changing = threading.Lock()
         self._closed = False
         self._filtered: dict[tuple[int, bytes], frozenset[str]] = {}
 
     @property
-    def bank(self) -> Bank:
+    def bank(self) -> MemoryBank:
+        assert isinstance(self.engine.bank, MemoryBank)
         return self.engine.bank
-
-    @property
-    def nbytes(self) -> int | None:
-        """Bytes of the bank's rows; None for a bank in shards, whose rows are in other processes."""
-        return self.bank.nbytes if isinstance(self.bank, MemoryBank) else None
 
     def __len__(self) -> int:
         return len(self.engine.snapshot)
@@ -91,9 +72,8 @@ class ServedBank:
             "object": "bank",
             "state": "open",
             "documents": len(seen),
-            "bytes": self.nbytes,
-            "rows": bank.layout.name if isinstance(bank, MemoryBank) and len(seen) else None,
-            "shards": len(bank.directories) if isinstance(bank, ShardedContents) else None,
+            "bytes": bank.nbytes,
+            "rows": bank.layout.name if len(seen) else None,
             "retriever": self.retriever,
             "keep_texts": bank.keep_texts,
             "model": bank.fingerprint,
@@ -105,17 +85,10 @@ class ServedBank:
         on_bad: Callable[[Document, MACError], object] | None = None,
         cancelled: Callable[[], bool] | None = None,
     ) -> AdaptReport:
-        """Remembers documents, which are on the disk when the call returns.
-
-        Args:
-            documents: the documents.
-            on_bad: called with each document that cannot be adapted, and its error; None to raise the error, and then
-                none of the documents is remembered.
-            cancelled: as `MACEngine.adapt` takes it.
+        """Remembers documents as `MACEngine.adapt` does; they are on the disk when the call returns.
 
         Raises:
             APIError: if the bank is being deleted, or the server is closing.
-            CancelledError: if `cancelled` returned True.
             MACError: as `MACEngine.adapt`.
         """
         with self._change(cancelled or bool):
@@ -176,15 +149,10 @@ class ServedBank:
     def listing(
         self, after: str | None, limit: int, characters: int = _PAGE_CHARACTERS
     ) -> tuple[list[dict[str, Any]], bool]:
-        """Documents without their texts, oldest first, and whether there are more.
+        """Documents without their texts, oldest first, after the one with the id `after`; and whether there are more.
 
-        Args:
-            after: id of a document after which to begin; None for the first page.
-            limit: most documents to return.
-            characters: most characters of them as JSON.
-
-        Raises:
-            APIError: 404 if the bank does not hold the document `after`.
+        A page has at most `limit` documents, and so many `characters` of JSON. Raises APIError 404 for an unknown
+        `after`.
         """
         members = self._members(after)
         page: list[dict[str, Any]] = []
@@ -212,12 +180,7 @@ class ServedBank:
     def allowed(self, filters: Filters | None, gone: Callable[[], bool] = lambda: False) -> frozenset[str] | None:
         """Ids of the documents whose metadata match; None without filters. The results of recent filters are cached.
 
-        Args:
-            filters: the filters.
-            gone: returns True once nobody waits for the result any more.
-
-        Raises:
-            CancelledError: if `gone` returned True.
+        Raises CancelledError if `gone` returns True, because nobody waits for the result any more.
         """
         if not filters:
             return None
@@ -248,10 +211,7 @@ class ServedBank:
         try:
             if self._closed:
                 raise closing("the bank is being closed, so nothing was changed")
-            try:
-                yield
-            finally:
-                self.changes += 1
+            yield
         finally:
             self._changing.release()
 
@@ -282,11 +242,7 @@ _LARGEST_SETTINGS = 1 << 16
 
 
 def check_bank_name(name: str) -> None:
-    """Checks the name of a bank: it must be valid as a folder's name on every system.
-
-    Raises:
-        APIError: for any other name; says which names are valid.
-    """
+    """Refuses a name that is not valid as a folder's name on every system, by an APIError that says which are."""
     if not _NAME.fullmatch(name):
         raise APIError(
             400,
@@ -297,26 +253,16 @@ def check_bank_name(name: str) -> None:
 
 
 class BankCatalog:
-    """The banks in a folder, all open for writing. Thread-safe.
+    """The banks in a folder, all open for writing and read by one model. Thread-safe.
 
-    A bank is `banks/NAME`, with `bank`, a file or, for a bank in shards, a folder, and the folder `retriever`. BM25 has
-    no folder, because its index is in the bank's file, unless the bank is in shards. A bank gets its name when it is
-    complete, and loses the name before it is removed. The next start removes what a killed process has left of either
-    step.
-
-    Args:
-        folder: the server's folder.
-        model: the model that reads all of them.
-        shards: number of shards of a new bank, each in a process of its own; None for a bank in one piece.
-
-    Attributes:
-        unavailable: names of the banks that could not be opened; the log says why.
+    A bank is `banks/NAME`, with the file `bank` and the folder `retriever`; BM25 has no folder, because its index is in
+    the bank's file. A bank gets its name when it is complete, and loses the name before it is removed. The next start
+    removes what a killed process has left of either step. `unavailable` names the banks that could not be opened.
     """
 
-    def __init__(self, folder: Path, model: MACModel, shards: int | None = None) -> None:
+    def __init__(self, folder: Path, model: MACModel) -> None:
         self._banks_folder, self._backups = folder / "banks", folder / "backups"
         self._model = model
-        self._shards = shards
         self._lock = threading.Lock()
         self._banks: dict[str, ServedBank] = {}
         self.unavailable: set[str] = set()
@@ -337,11 +283,13 @@ class BankCatalog:
     def _open(self, name: str) -> ServedBank:
         place = self._banks_folder / name
         retriever = _read_settings(place / _SETTINGS)
-        if self._shards is None and is_in_shards(place / "bank"):
-            raise BankError(f"{place} is a bank in shards; serve it with mac-rag serve --ray")
-        bank = open_bank(place / "bank", self._model, write=True)
+        bank = MemoryBank.open(place / "bank", write=True, fingerprint=self._model.fingerprint)
         try:
-            found = _retriever_of(bank, retriever, place / "retriever")
+            found: Retriever | None = None
+            if retriever != "none":
+                found = (
+                    BankBM25Retriever(bank) if retriever == "bm25" else StoredRetriever(retriever, place / "retriever")
+                )
             return ServedBank(name, MACEngine(self._model, bank, found), retriever)
         except BaseException:
             bank.close()
@@ -353,11 +301,7 @@ class BankCatalog:
             return [bank for _, bank in sorted(self._banks.items())]
 
     def get(self, name: str) -> ServedBank:
-        """A bank by its name.
-
-        Raises:
-            APIError: 404 for an unknown name; 503 for a bank that could not be opened.
-        """
+        """A bank by its name. Raises APIError: 404 for an unknown name; 503 for a bank that could not be opened."""
         with self._lock:
             if name in self.unavailable:
                 raise APIError(503, f"bank {name} could not be opened; the server's log says why", code="unavailable")
@@ -365,31 +309,23 @@ class BankCatalog:
                 raise no_such_bank(name)
             return self._banks[name]
 
-    def create(self, name: str, *, retriever: str, keep_texts: bool | None = None) -> ServedBank:
-        """Makes an empty bank.
-
-        Args:
-            name: its name.
-            retriever: one of `RETRIEVERS`.
-            keep_texts: True to keep texts; None to keep them if the bank can.
+    def create(self, name: str, *, retriever: str, keep_texts: bool = True) -> ServedBank:
+        """Makes an empty bank with one of `RETRIEVERS`.
 
         Raises:
-            APIError: 400 for an invalid name, or for an option that a bank in shards does not have; 409 for a name
-                that is taken.
+            APIError: 400 for an invalid name; 409 for a name that is taken.
             ModelLoadError: if a package that the retriever needs is not installed.
         """
         check_bank_name(name)
-        if self._shards is not None and keep_texts:
-            raise APIError(400, "a bank in shards keeps no texts; leave out keep_texts", param="keep_texts")
         with self._lock:
             place = self._banks_folder / name
             self._check_free(name)
             new = self._banks_folder / f".new-{token_hex(8)}"
             try:
                 make_folder(new)
-                self._create_bank(new / "bank", keep_texts is not False)
+                MemoryBank.create(new / "bank", self._model.fingerprint, keep_texts=keep_texts).close()
                 write_text(new / _SETTINGS, sealed({"retriever": retriever}).decode())
-                if retriever != "none" and (retriever != "bm25" or self._shards is not None):
+                if retriever not in ("none", "bm25"):
                     StoredRetriever(retriever, new / "retriever").save(new / "retriever")
                 new.rename(place)
                 sync_folder(self._banks_folder)
@@ -398,14 +334,6 @@ class BankCatalog:
                 raise
             self._banks[name] = self._open(name)
             return self._banks[name]
-
-    def _create_bank(self, place: Path, keep_texts: bool) -> None:
-        if self._shards is not None:
-            from mac_rag.distributed import ShardedBank
-
-            ShardedBank.create(place, self._model, shards=self._shards).close()
-        else:
-            MemoryBank.create(place, self._model.fingerprint, keep_texts=keep_texts).close()
 
     def delete(self, name: str) -> None:
         """Deletes a bank and all of its documents, after the running change. Running questions are finished.
@@ -455,14 +383,8 @@ class BankCatalog:
             raise APIError(409, f"a bank {name} exists already; choose another name", param="name", code="bank_exists")
 
     def back_up(self, name: str) -> tuple[str, int]:
-        """Copies the last commit of a bank to the server's folder of backups.
-
-        Returns:
-            The name of the backup, and the number of its documents.
-        """
+        """Copies the last commit of a bank. Returns the backup's name and its number of documents."""
         bank = self.get(name)
-        if not isinstance(bank.bank, MemoryBank):
-            raise APIError(400, f"bank {name} is in shards; copy its folder while the server is stopped", param="name")
         moment = datetime.now(UTC).strftime("%Y%m%dT%H%M%S")
         label = f"{name}.{moment}.{token_hex(3)}"
         make_folder(self._backups)
@@ -477,38 +399,8 @@ class BankCatalog:
         return all(closed)
 
 
-def is_in_shards(folder: Path) -> bool:
-    """True if a folder holds a bank in shards."""
-    return (folder / SHARDS).exists()
-
-
-def open_bank(folder: Path, model: MACModel, *, write: bool) -> Bank:
-    """Opens a bank, in one piece or in shards.
-
-    Raises:
-        BankError, FingerprintError: as `MemoryBank.open` and `ShardedBank.open`.
-    """
-    if not is_in_shards(folder):
-        return MemoryBank.open(folder, write=write, fingerprint=model.fingerprint)
-    from mac_rag.distributed import ShardedBank
-
-    return ShardedBank.open(folder, model, write=write)
-
-
-def _retriever_of(bank: Bank, spec: str, folder: Path) -> Retriever | None:
-    """A bank's retriever: BM25 in the bank's file or, for a bank in shards, in a folder, as all others are."""
-    if spec == "none":
-        return None
-    return BankBM25Retriever(bank) if spec == "bm25" and isinstance(bank, MemoryBank) else StoredRetriever(spec, folder)
-
-
 def _read_settings(path: Path) -> str:
-    """Reads the name of a bank's retriever from its settings file.
-
-    Raises:
-        BankError: for a file that is not as `create` wrote it.
-        ConfigError: for an unknown retriever.
-    """
+    """The name of a bank's retriever, from its settings file. Raises BankError or ConfigError for any other content."""
     try:
         content: dict[str, Any] = unsealed(read_file(path, _LARGEST_SETTINGS))
     except (OSError, MalformedError) as error:
@@ -531,13 +423,9 @@ RETRIEVERS = ("none", "bm25", "minilm", "hybrid")
 
 
 class StoredRetriever(Retriever):
-    """A retriever that every change saves to its folder before the call returns.
+    """A retriever of `RETRIEVERS` that every change saves to its folder before the call returns.
 
     So the protocol of `mac_rag.sync` holds across processes: when the bank commits, the retriever is on the disk.
-
-    Args:
-        spec: its name, one of `RETRIEVERS` except `none`.
-        folder: its folder; a retriever that was saved there is loaded.
     """
 
     def __init__(self, spec: str, folder: Path) -> None:

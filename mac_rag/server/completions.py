@@ -392,11 +392,7 @@ async def question_of(
 
 
 def _sampling(service: Service, body: AnswerRequest) -> Sampling:
-    """How the answer is decoded.
-
-    Raises:
-        APIError: 400 for a bias on a token that the LM does not have.
-    """
+    """How the answer is decoded. Raises APIError: 400 for a bias on a token that the LM does not have."""
     lm = service.model.base_lm
     size = len(lm.model.get_input_embeddings().weight)
     bias = [(int(token), value) for token, value in body.logit_bias.items()]

@@ -156,11 +156,7 @@ class KeyStore:
             return self._keys
 
     def _records(self) -> list[dict[str, Any]]:
-        """The records in the file.
-
-        Raises:
-            ConfigError: for a file that is not as this class wrote it.
-        """
+        """The records in the file. Raises ConfigError for a file that is not as this class wrote it."""
         try:
             content = unsealed(read_file(self._path, _LARGEST))
             if content.get("format") != _FORMAT:

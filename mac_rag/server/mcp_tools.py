@@ -161,11 +161,7 @@ def _id_of(line: bytes) -> Any:
 
 
 def _principal(context: Context[Any, Any], scope: Scope) -> Principal:
-    """The principal that calls a tool: that of the HTTP request's key; on standard input, `ANYONE`.
-
-    Raises:
-        APIError: 403 without this scope.
-    """
+    """The holder of the HTTP request's key, or `ANYONE` on standard input. Raises APIError 403 without this scope."""
     request = context.request_context.request
     who: Principal = ANYONE if request is None else request.state.principal
     if not who.may(scope):

@@ -4,36 +4,25 @@ from __future__ import annotations
 
 import shutil
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 if TYPE_CHECKING:
-    from mac_rag.server.catalog import ServedBank
+    from mac_rag.server.catalog import BankCatalog
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 
 
-class Banks(Protocol):
-    """An object that serves banks: `BankCatalog` or `Replica`."""
-
-    def served(self) -> Sequence[ServedBank]:
-        """The open banks."""
-
-
 class Metrics:
-    """The metrics of one server.
+    """The metrics of one server; the sizes of its banks are read at each scrape."""
 
-    Args:
-        catalog: the server's banks, whose sizes are read at each scrape.
-    """
-
-    def __init__(self, catalog: Banks) -> None:
+    def __init__(self, catalog: BankCatalog) -> None:
         registry = self._registry = CollectorRegistry()
         seconds = partial(Histogram, buckets=_SECONDS, registry=registry)
         labels = ("method", "route", "status")
@@ -86,7 +75,7 @@ class Metrics:
 class _BankCollector:
     """Collects the sizes of banks, and hits and misses of their caches."""
 
-    def __init__(self, catalog: Banks) -> None:
+    def __init__(self, catalog: BankCatalog) -> None:
         self._catalog = catalog
 
     def collect(self) -> Iterable[Metric]:
@@ -98,8 +87,7 @@ class _BankCollector:
         for bank in self._catalog.served():
             hits, misses = bank.engine.recent_questions
             documents.add_metric([bank.name], len(bank))
-            if bank.nbytes is not None:
-                size.add_metric([bank.name], bank.nbytes)
+            size.add_metric([bank.name], bank.bank.nbytes)
             lookups.add_metric([bank.name, "hit"], hits)
             lookups.add_metric([bank.name, "miss"], misses)
         return [documents, size, lookups]

@@ -353,7 +353,7 @@ class EmbeddingRequest(OpenBody):
 class NewBank(Body):
     name: str = Field(max_length=256)
     retriever: Literal["none", "bm25", "minilm", "hybrid"] = "bm25"
-    keep_texts: bool | None = None
+    keep_texts: bool = True
 
 
 class NewName(Body):

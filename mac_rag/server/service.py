@@ -27,12 +27,10 @@ from mac_rag.server.catalog import BankCatalog, ServedBank, broken_info
 from mac_rag.server.jobs import Job, Jobs
 from mac_rag.server.keys import KeyStore, Principal
 from mac_rag.server.metrics import Metrics
-from mac_rag.server.replicas import ReplicatedAsking
 from mac_rag.server.workers import Workers
 
 if TYPE_CHECKING:
     from mac_rag.retrieval.dense import Encoder
-    from mac_rag.server.replicas import Replicas
 
 _log = logging.getLogger(__name__)
 
@@ -101,7 +99,6 @@ class Service:
         model: the model.
         model_name: the API's name of the model.
         limits: bounds of requests; None for the defaults.
-        replicas: processes that answer questions, as many as a new bank has shards; None to answer in this process.
 
     Raises:
         BankError: if another process serves the folder; its uploads and banks stay as they are.
@@ -109,14 +106,7 @@ class Service:
             written.
     """
 
-    def __init__(
-        self,
-        folder: Path,
-        model: MACModel,
-        model_name: str,
-        limits: Limits | None = None,
-        replicas: Replicas | None = None,
-    ) -> None:
+    def __init__(self, folder: Path, model: MACModel, model_name: str, limits: Limits | None = None) -> None:
         if ":" in model_name or not model_name:
             raise ConfigError(f"{model_name!r} cannot name a model here; give a name without a colon: --model-name")
         make_writable_folder(folder)
@@ -126,18 +116,14 @@ class Service:
         self.model_name = model_name
         self.keys = KeyStore(folder / KEYS)
         self.audit = AuditLog(folder / "audit.jsonl")
-        self.catalog = BankCatalog(folder, model, None if replicas is None else replicas.count)
+        self.catalog = BankCatalog(folder, model)
         self.metrics = Metrics(self.catalog)
         for bank in self.catalog.served():
             bank.engine.on_batch = self.metrics.batch
         alone = MACEngine(model)
         alone.on_batch = self.metrics.batch
         alone.wait_for_crowds(BETWEEN_QUESTIONS)
-        self._replicas = replicas
-        if replicas is None:
-            self.asking = Asking(alone, self.metrics)
-        else:
-            self.asking = ReplicatedAsking(alone, self.metrics, replicas, self.catalog)
+        self.asking = Asking(alone, self.metrics)
         self.questions = Workers("questions", self.limits.pending, self.limits.question_seconds)
         self.writes = Workers("writes", self.limits.writes)
         # Two at a time, because they compute in Python, where one thread holds up the others.
@@ -170,7 +156,7 @@ class Service:
         broken = [name for name in sorted(self.catalog.unavailable) if who.sees(name)]
         return [bank.info() for bank in self.banks(who)] + [broken_info(name) for name in broken]
 
-    def create_bank(self, name: str, who: Principal, *, retriever: str, keep_texts: bool | None) -> ServedBank:
+    def create_bank(self, name: str, who: Principal, *, retriever: str, keep_texts: bool) -> ServedBank:
         """Makes a bank.
 
         Raises:
@@ -280,8 +266,6 @@ class Service:
         ]
         if not all(ended):
             _log.warning("some work is not finished; what it has not committed is taken back")
-        if self._replicas is not None:
-            self._replicas.close()
         self._lock.release()
         return all(ended)
 
@@ -295,25 +279,14 @@ _NO_FOLLOW = getattr(os, "O_NOFOLLOW", 0)
 
 
 class AuditLog:
-    """Appends one line of JSON for each change, after the change is on the disk. If that fails, the log gets the line.
-
-    Args:
-        path: the file, created with the mode 0600. If it is moved away, a new one is created.
-    """
+    """Appends one line of JSON for each change that is on the disk. If that fails, the log gets the line."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._lock = threading.Lock()
 
     def note(self, who: str, action: str, bank: str, **details: Any) -> None:
-        """Notes a change.
-
-        Args:
-            who: name of the key.
-            action: the kind of change, such as `bank.create`.
-            bank: name of the bank.
-            details: numbers, and ids of documents.
-        """
+        """Notes a change by the key `who`: an `action`, such as `bank.create`, and numbers and ids of documents."""
         moment = datetime.now(UTC).isoformat(timespec="milliseconds")
         record = {"time": moment, "key": who, "action": action, "bank": bank, **details}
         line = json.dumps(record).encode() + b"\n"

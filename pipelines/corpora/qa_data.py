@@ -28,7 +28,6 @@ from mac_rag.data import load_dataset
 from mac_rag.data.characters import shown_id
 from mac_rag.data.metrics import comparable, normalize
 from mac_rag.data.newswire.generate import generate
-from mac_rag.data.newswire.multi_document import generate_multi_document
 from mac_rag.data.types import Document, QADataset, Question
 from mac_rag.errors import ConfigError, DataError
 from mac_rag.lm.fetched import cache_folder
@@ -36,6 +35,7 @@ from mac_rag.progress import progress_bar
 from mac_rag.retrieval import BM25Retriever, DenseRetriever, HybridRetriever, Retriever
 from mac_rag.retrieval.registry import check_name, make_retriever, needs_folder
 from pipelines.corpora.continuations import read_continuations
+from pipelines.corpora.multi_document import generate_multi_document
 
 _BATCH = 256  # questions retrieved in one call
 _MADE = ("multi-document", "continuations")  # data sets whose questions are made here

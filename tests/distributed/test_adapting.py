@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +50,34 @@ def test_ray_listens_on_the_loopback_address_and_reports_nothing(ray: Any) -> No
     assert ray.get_runtime_context().gcs_address.startswith("127.0.0.1:")
     assert not usage_stats_enabled()
     assert os.environ["RAY_AUTH_MODE"] == "token"
+    assert listeners(processes(os.getpid())) <= {"0100007F", "0" * 24 + "01000000", "0" * 16 + "FFFF00000100007F"}
+
+
+def processes(parent: int) -> list[int]:
+    """Ids of the processes below one."""
+    found: list[int] = []
+    for place in Path("/proc").iterdir():
+        with suppress(OSError, ValueError):
+            if int((place / "stat").read_text().rpartition(")")[2].split()[1]) == parent:
+                found += [int(place.name), *processes(int(place.name))]
+    return found
+
+
+def listeners(identifiers: list[int]) -> set[str]:
+    """The addresses that processes listen on, as /proc writes them."""
+    sockets: set[str] = set()
+    for process in identifiers:
+        for descriptor in Path(f"/proc/{process}/fd").iterdir():
+            with suppress(OSError):
+                sockets.add(os.readlink(descriptor))
+    found: set[str] = set()
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
+            fields = line.split()
+            if fields[3] == "0A" and f"socket:[{fields[9]}]" in sockets:
+                found.add(fields[1].partition(":")[0])
+    assert found
+    return found
 
 
 @pytest.fixture(autouse=True)

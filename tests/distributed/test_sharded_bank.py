@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -223,7 +222,6 @@ def test_an_engine_answers_from_shards_as_from_one_bank(loaded_tiny_model: MACMo
             assert each.forget("text 5") == ("text 5",)
         found, expected = engine.answer(QUESTIONS), one.answer(QUESTIONS)
         assert [each.text for each in found] == [each.text for each in expected]
-        assert {each.unread for each in found} == {0.0}
         allowed = {"text 1", "text 2", "text 8"}
         assert_read_alike(reader(engine.model, engine.bank), reader(one.model, one.bank), QUESTIONS, allowed)
         engine.compact()
@@ -298,41 +296,6 @@ def test_a_lost_shard_is_named_and_restarts(loaded_tiny_model: MACModel, folder:
             engine.document_attention(QUESTIONS)
         engine.document_attention(QUESTIONS)
         assert_read_alike(engine._reader, expected, QUESTIONS)
-
-
-def test_partial_answers_say_what_share_of_the_documents_they_lack(loaded_tiny_model: MACModel, folder: Path) -> None:
-    model = loaded_tiny_model
-    with made(folder, model, 3, partial_answers=True) as bank:
-        bank.put(documents(9), random_rows(model, 9, 0))
-        bank.commit()
-        engine = MACEngine(model, bank)
-        whole = engine.answer(QUESTIONS[:1])
-        one = one_bank(model, bank)
-        lost = [name for name in bank.document_ids if shard_of(name, 3) == 1]
-        for name in lost:
-            one.delete(name)
-        local(bank).dies = (1, "attend", "after")
-        local(bank).held = {1}
-        answers = engine.answer(QUESTIONS[1:])
-        assert {answer.unread for answer in answers} == {len(lost) / 9}
-        torch.testing.assert_close(engine.aggregate(QUESTIONS[1:]), reader(model, one).aggregate(QUESTIONS[1:]).phi)
-        allowed = {lost[0], *one.document_ids[:3]}
-        assert engine.answer(QUESTIONS[:1], allowed=allowed)[0].unread == 1 / 4
-        with pytest.raises(ShardLostError):
-            engine.answer(QUESTIONS[:1], allowed=set(lost))
-        with pytest.raises(ShardLostError):  # it has no place to say so
-            engine.document_attention(QUESTIONS)
-        named = engine.answer(QUESTIONS[1:], sources=4)
-        assert [replace(answer, sources=()) for answer in named] == answers
-        assert all(source.document_id in one for answer in named for source in answer.sources)
-        torch.testing.assert_close(
-            engine._reader.prior_evidence(QUESTIONS), reader(model, one).prior_evidence(QUESTIONS)
-        )
-        with pytest.raises(ShardLostError):
-            engine._reader.prior_evidence(QUESTIONS, set(lost))
-        local(bank).held = set()
-        assert engine.answer(QUESTIONS[:1]) == whole
-        assert {answer.unread for answer in engine.answer(QUESTIONS)} == {0.0}
 
 
 def test_shards_answer_as_of_a_date_and_take_other_metadata(loaded_tiny_model: MACModel, folder: Path) -> None:

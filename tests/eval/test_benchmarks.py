@@ -13,8 +13,8 @@ from eval.multi_document import all_retrieved
 from eval.qa import named_columns
 from mac_rag.data.archivalqa import write_archivalqa
 from mac_rag.data.newswire.generate import generate
-from mac_rag.data.newswire.multi_document import generate_multi_document
 from mac_rag.errors import ConfigError
+from pipelines.corpora.multi_document import generate_multi_document
 from tests.eval.helpers import Command, Evaluate
 
 

@@ -8,11 +8,10 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from llama_index.core import VectorStoreIndex, get_response_synthesizer
+from llama_index.core import VectorStoreIndex
 from llama_index.core.base.llms.types import ChatMessage
 from llama_index.core.base.response.schema import AsyncStreamingResponse, StreamingResponse
 from llama_index.core.memory import Memory
-from llama_index.core.query_engine import RetrieverQueryEngine
 
 from mac_rag.bank.bank import MemoryBank
 from mac_rag.errors import FingerprintError
@@ -129,20 +128,6 @@ def run(queries: Any, ask: str) -> None:
         queries.query(QUESTION)
     else:
         list(queries.query(QUESTION).response_gen)
-
-
-@pytest.mark.parametrize("mode", ["tree_summarize", "accumulate"])
-def test_the_prompt_helper_divides_long_contexts(
-    index_of: Callable[..., VectorStoreIndex], llm: MACLLM, engine: RecordingEngine, mode: str
-) -> None:
-    synthesizer = get_response_synthesizer(
-        llm=llm,
-        response_mode=mode,
-        prompt_helper=llm.prompt_helper(),  # type: ignore[arg-type]
-    )
-    retriever = index_of("Anna Berg opened the bridge of Norrland. " * 80).as_retriever()
-    RetrieverQueryEngine(retriever, synthesizer).query(QUESTION)
-    assert len(engine.asked) > 2
 
 
 # -- chat engines --

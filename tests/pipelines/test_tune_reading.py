@@ -15,7 +15,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from mac_rag.data.metrics import normalize
 from mac_rag.data.newswire.generate import generate
-from mac_rag.data.newswire.multi_document import generate_multi_document
 from mac_rag.data.types import Document, QADataset, Question
 from mac_rag.engine import MACEngine
 from mac_rag.errors import DataError, MACError, ModelLoadError
@@ -23,6 +22,7 @@ from mac_rag.lm.block_prompt import BlockPrompt
 from mac_rag.model import MACModel
 from mac_rag.retrieval import BM25Retriever
 from pipelines.corpora.continuations import read_continuations
+from pipelines.corpora.multi_document import generate_multi_document
 from pipelines.corpora.packs import PackConfig, PackMaker, joined_documents
 from pipelines.tasks.tune_reading import TuneReadingConfig, TuneReadingTask
 from pipelines.trainer import Trainer

@@ -54,8 +54,8 @@ def test_options_precede_variables_and_the_file(file: Path, on_line: bool, in_en
 def test_the_environment_names_the_file_and_takes_every_option(file: Path) -> None:
     file.write_text("seconds: 5")
     values = {"data": "d", "model": "mac-tiny", "host": "::1", "port": 1, "model_name": "m", "no_keys": True,
-              "pending": 2, "requests_per_minute": 3, "device_map": "auto", "allow_origin": "https://a.example",
-              "ray": True, "replicas": 4}  # fmt: skip
+              "pending": 2, "requests_per_minute": 3, "device_map": "auto",
+              "allow_origin": "https://a.example"}  # fmt: skip
     variables = {f"MAC_RAG_SERVE_{name.upper()}": str(value) for name, value in values.items()}
     assert settings(**variables, MAC_RAG_SERVE_CONFIG=str(file)) == values | {"seconds": 5}
 

@@ -82,12 +82,7 @@ _RULE = re.compile(r"([^{}]++)\{([^{}]*+)\}")
 
 
 def read_html(file: BinaryIO, notices: Notices, *, xhtml: bool = False) -> tuple[str, str | None]:
-    """Reads the text of a page, with a line for each block, and its title.
-
-    Args:
-        file: the page.
-        notices: gets what is left out though a browser shows it.
-        xhtml: True if the name of the file says that it is XHTML.
+    """Reads the text of a page, with a line for each block, and its title. `xhtml`: True if the file's name says so.
 
     Raises:
         UnreadableError: for a page that is too long, in an unknown encoding, or without text.
@@ -177,8 +172,7 @@ def page_text(markup: str, notices: Notices, *, xhtml: bool = False, sheet: str 
     """The text of a page, with a line for each block and tabs between the cells of a row; and its title.
 
     Args:
-        markup: the page.
-        notices: gets what is left out though a browser shows it.
+        markup, notices: the page; gets what is left out though a browser shows it.
         xhtml: True to read it as XHTML even if it does not begin as XML.
         sheet: a style sheet besides those in the page.
     """

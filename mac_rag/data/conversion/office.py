@@ -111,12 +111,7 @@ Texts = list[tuple[str, str]]  # part and text, in the order of the file
 
 
 def read_office(file: BinaryIO, kind: str, notices: Notices) -> tuple[str, str | None]:
-    """Reads the text of a Word, OpenDocument, RTF, LaTeX or notebook file, and its title.
-
-    Args:
-        file: the file.
-        kind: pandoc's name of the format.
-        notices: gets what is left out though a reader of the file sees it.
+    """Reads the text of a Word, OpenDocument, RTF, LaTeX or notebook file, and its title. `kind`: pandoc's name of it.
 
     Raises:
         UnreadableError: if pandoc is missing; for a file of another format, encrypted, damaged, too large, or without
@@ -288,11 +283,7 @@ def _zipped(parts: Mapping[str, bytes]) -> bytes:
 
 
 def _word(parts: _Parts, notices: Notices) -> tuple[bytes, Texts]:
-    """A Word file in elements that pandoc reads, and its texts.
-
-    Raises:
-        KeyError: if a part is missing.
-    """
+    """A Word file in elements that pandoc reads, and its texts. Raises KeyError if a part is missing."""
     main = next(iter(parts.targets("_rels/.rels", "/officeDocument")), "word/document.xml")
     folder = posixpath.dirname(main)
     styles = parts.xml(f"{folder}/styles.xml") if f"{folder}/styles.xml" in parts.names else Element("none")
@@ -415,11 +406,7 @@ def _state(run: Element) -> str:
 
 
 def _open_document(parts: _Parts, _: Notices) -> tuple[bytes, Texts]:
-    """An OpenDocument text in elements that pandoc reads, and its texts.
-
-    Raises:
-        KeyError: if a part is missing.
-    """
+    """An OpenDocument text in elements that pandoc reads, and its texts. Raises KeyError if a part is missing."""
     if "META-INF/manifest.xml" in parts.names and b"encryption-data" in parts.read("META-INF/manifest.xml"):
         raise UnreadableError("is encrypted; save it without a password")
     roots = {name: parts.xml(name) for name in parts.names if re.search(r"(^|/)(content|styles)\.xml$", name)}
@@ -571,10 +558,6 @@ def _letters(text: str) -> str:
 
 def read_book(file: BinaryIO, notices: Notices) -> tuple[str, str | None]:
     """Reads the texts of an EPUB's pages in order, and its title.
-
-    Args:
-        file: the book.
-        notices: gets what is left out though a reader of the book sees it.
 
     Raises:
         UnreadableError: for a file that is no EPUB, encrypted, damaged, too large, or without text.

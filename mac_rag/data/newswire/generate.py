@@ -54,13 +54,7 @@ YEARS = range(1987, 2008)
 
 @dataclass(frozen=True)
 class Fact:
-    """One fact about a subject.
-
-    Attributes:
-        draw: name of the `World` method that draws the value, or the values to choose from.
-        statements: phrasings of the statement.
-        questions: phrasings of the question.
-    """
+    """One fact about a subject. `draw`: the `World` method that draws its value, or the values to choose from."""
 
     draw: str | tuple[str, ...]
     statements: tuple[str, ...]
@@ -69,13 +63,7 @@ class Fact:
 
 @dataclass(frozen=True)
 class Beat:
-    """One kind of story.
-
-    Attributes:
-        name: name of the kind.
-        subject: name of the `World` method that draws the subject.
-        facts: the facts that a story tells.
-    """
+    """One kind of story. `subject`: name of the `World` method that draws its subject."""
 
     name: str
     subject: str
@@ -110,10 +98,7 @@ class Report:
     """The facts of one document, from which its text and questions are written.
 
     Attributes:
-        beat: kind of the story.
-        subject: subject of the story.
         values: the value of each fact of the beat.
-        year: year of the document.
         updates: index of the earlier report that this one supersedes; None if it supersedes none.
         superseded: True if a later report supersedes this one.
     """
@@ -230,14 +215,9 @@ def _question_about(report: Report, fact: Fact, rng: random.Random) -> str:
 
 
 class World:
-    """Draws names and figures for one split. `unique` draws names that identify a story.
+    """Draws names and figures for one split; `unique` draws names that identify a story.
 
-    Args:
-        split: the split to which all surnames and towns belong.
-        rng: source of randomness.
-
-    Raises:
-        ValueError: for an unknown split.
+    Raises ValueError for an unknown split.
     """
 
     def __init__(self, split: str, rng: random.Random) -> None:

@@ -90,13 +90,11 @@ FRAMEWORK = Framework(
 
 @dataclass(frozen=True, slots=True)
 class _Wording:
-    """The wording of a prompt template.
+    """The wording of a prompt template, without the messages of an earlier conversation.
 
     Attributes:
         slots: names of its slots, by the names that LlamaIndex's components use.
-        text: its text, without the messages of an earlier conversation.
         system: the texts of its system messages.
-        has_history: True if it holds messages of an earlier conversation.
     """
 
     slots: frozenset[str]

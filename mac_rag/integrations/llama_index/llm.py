@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from datetime import datetime
@@ -23,7 +23,6 @@ from llama_index.core.base.llms.types import (
 )
 from llama_index.core.bridge.pydantic import Field
 from llama_index.core.callbacks import CallbackManager
-from llama_index.core.indices.prompt_helper import PromptHelper
 from llama_index.core.instrumentation.events.llm import LLMPredictEndEvent, LLMPredictStartEvent
 from llama_index.core.llms import CustomLLM
 from llama_index.core.llms.callbacks import llm_chat_callback, llm_completion_callback
@@ -127,8 +126,7 @@ class MACLLM(CustomLLM, FilteringComponent, NodeReader):
 
     The LM reads the text of the nodes and none of their metadata, such as a file's path; `metadata_mode` changes that.
     If a context exceeds the LM's window, its end is left out and a warning is logged; retrieve fewer or smaller nodes,
-    let LlamaIndex pack by the LM's own tokens (`prompt_helper`), or use `MACSynthesizer`, which also keeps the nodes
-    separate.
+    or use `MACSynthesizer`, which also keeps the nodes separate.
 
     Examples:
         >>> context = "Edgar Flara will join the board of Rainga Press. The company employs 180 people."
@@ -225,21 +223,6 @@ class MACLLM(CustomLLM, FilteringComponent, NodeReader):
             model_name=self.model,
         )
 
-    def prompt_helper(self) -> PromptHelper:
-        """A prompt helper that counts the LM's own tokens against its true window.
-
-        Without it, the end of a context that is too long is left out. If you set it as `Settings.prompt_helper`, or
-        give it to `get_response_synthesizer`, LlamaIndex divides such a context: tree_summarize and accumulate ask
-        about every part, compact and refine about the first part (with a warning), and simple_summarize drops the rest.
-        """
-        model = self.engine.model
-        tokenizer = model.base_lm.tokenizer
-        return PromptHelper(
-            context_window=model.context_window,
-            num_output=self.metadata.num_output,
-            tokenizer=lambda text: list(tokenizer(text, add_special_tokens=False, verbose=False).input_ids),
-        )
-
     # -- the engine --
 
     @property
@@ -331,25 +314,26 @@ class MACLLM(CustomLLM, FilteringComponent, NodeReader):
         prompt, settings = self._call(request, options)
         return accumulate(self.engine.stream(prompt, **settings))
 
-    async def _astream(self, request: Request, options: Options) -> AsyncIterator[tuple[str, str]]:
-        return each_in_thread(await in_thread(self._stream, request, options))
-
-    def _options(self, options: Mapping[str, Any]) -> Options:
-        return read_options(options, self.sampling, self.max_new_tokens, FRAMEWORK)
-
-    def _completion(self, prompt: str, is_question: bool, contexts: Contexts) -> Request:
-        """The request of a completion: a question with its contexts, or a message of the user."""
+    def _completion(
+        self, prompt: str, is_question: bool, contexts: Contexts = None, **options: Any
+    ) -> tuple[Request, Options]:
+        """A completion, as a question with its contexts or as a message of the user; and how it is decoded."""
+        decoding = read_options(options, self.sampling, self.max_new_tokens, FRAMEWORK)
         if self.reads_instructions and contexts is None and self.engine.retriever is None:
-            return Request(prompt, messages=(ChatMessage(role=MessageRole.USER, content=prompt),))
+            return Request(prompt, messages=(ChatMessage(role=MessageRole.USER, content=prompt),)), decoding
         if not is_question and contexts is None and not self.reads_instructions:
             check_question(prompt, FRAMEWORK)
-        return Request(prompt, contexts if contexts is None or isinstance(contexts, FittedPrompt) else tuple(contexts))
+        texts = contexts if contexts is None or isinstance(contexts, FittedPrompt) else tuple(contexts)
+        return Request(prompt, texts), decoding
 
-    def _conversation(self, messages: Sequence[ChatMessage], question: str | None, contexts: Contexts) -> Request:
+    def _conversation(
+        self, messages: Sequence[ChatMessage], question: str | None = None, contexts: Contexts = None, **options: Any
+    ) -> tuple[Request, Options]:
+        decoding = read_options(options, self.sampling, self.max_new_tokens, FRAMEWORK)
         if not self.reads_instructions:
-            return Request(last_question(plain_messages(messages), FRAMEWORK))
+            return Request(last_question(plain_messages(messages), FRAMEWORK)), decoding
         fitted = contexts if isinstance(contexts, FittedPrompt) else tuple(contexts or ())
-        return Request(question or "", fitted, messages=tuple(messages))
+        return Request(question or "", fitted, messages=tuple(messages)), decoding
 
     # -- questions --
 
@@ -373,33 +357,23 @@ class MACLLM(CustomLLM, FilteringComponent, NodeReader):
             DocumentError: for an empty question, or one that alone exceeds the LM's window.
             MACError: for any other option.
         """
-        request, options = self._completion(prompt, formatted, contexts), self._options(kwargs)
-        return completion_response(self._answer(request, options))
+        return completion_response(self._answer(*self._completion(prompt, formatted, contexts, **kwargs)))
 
     @llm_completion_callback()
-    async def acomplete(
-        self, prompt: str, formatted: bool = False, *, contexts: Contexts = None, **kwargs: Any
-    ) -> CompletionResponse:
+    async def acomplete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponse:
         """As `complete`."""
-        request, options = self._completion(prompt, formatted, contexts), self._options(kwargs)
-        return completion_response(await in_thread(self._answer, request, options))
+        return completion_response(await in_thread(self._answer, *self._completion(prompt, formatted, **kwargs)))
 
     @llm_completion_callback()
-    def stream_complete(
-        self, prompt: str, formatted: bool = False, *, contexts: Contexts = None, **kwargs: Any
-    ) -> CompletionResponseGen:
+    def stream_complete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponseGen:
         """As `complete`, token by token; errors come at the call."""
-        request, options = self._completion(prompt, formatted, contexts), self._options(kwargs)
-        pieces = self._stream(request, options)
+        pieces = self._stream(*self._completion(prompt, formatted, **kwargs))
         return (CompletionResponse(text=text, delta=piece) for text, piece in pieces)
 
     @llm_completion_callback()
-    async def astream_complete(
-        self, prompt: str, formatted: bool = False, *, contexts: Contexts = None, **kwargs: Any
-    ) -> CompletionResponseAsyncGen:
+    async def astream_complete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponseAsyncGen:
         """As `stream_complete`."""
-        request, options = self._completion(prompt, formatted, contexts), self._options(kwargs)
-        pieces = await self._astream(request, options)
+        pieces = each_in_thread(await in_thread(self._stream, *self._completion(prompt, formatted, **kwargs)))
         return (CompletionResponse(text=text, delta=piece) async for text, piece in pieces)
 
     @llm_chat_callback()
@@ -426,50 +400,24 @@ class MACLLM(CustomLLM, FilteringComponent, NodeReader):
             PromptError: for a conversation that the chat template refuses, or that exceeds the window.
             MACError: if there is no user message, or one holds more than text; and as `complete`.
         """
-        request, options = self._conversation(messages, question, contexts), self._options(kwargs)
-        answer = self._answer(request, options)
+        answer = self._answer(*self._conversation(messages, question, contexts, **kwargs))
         return chat_response(answer.text, raw=raw_of(answer))
 
     @llm_chat_callback()
-    async def achat(
-        self,
-        messages: Sequence[ChatMessage],
-        *,
-        question: str | None = None,
-        contexts: Contexts = None,
-        **kwargs: Any,
-    ) -> ChatResponse:
+    async def achat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponse:
         """As `chat`."""
-        request, options = self._conversation(messages, question, contexts), self._options(kwargs)
-        answer = await in_thread(self._answer, request, options)
+        answer = await in_thread(self._answer, *self._conversation(messages, **kwargs))
         return chat_response(answer.text, raw=raw_of(answer))
 
     @llm_chat_callback()
-    def stream_chat(
-        self,
-        messages: Sequence[ChatMessage],
-        *,
-        question: str | None = None,
-        contexts: Contexts = None,
-        **kwargs: Any,
-    ) -> ChatResponseGen:
+    def stream_chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponseGen:
         """As `chat`, token by token; errors come at the call."""
-        request, options = self._conversation(messages, question, contexts), self._options(kwargs)
-        pieces = self._stream(request, options)
-        return (chat_response(text, piece) for text, piece in pieces)
+        return (chat_response(*pieces) for pieces in self._stream(*self._conversation(messages, **kwargs)))
 
     @llm_chat_callback()
-    async def astream_chat(
-        self,
-        messages: Sequence[ChatMessage],
-        *,
-        question: str | None = None,
-        contexts: Contexts = None,
-        **kwargs: Any,
-    ) -> ChatResponseAsyncGen:
+    async def astream_chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponseAsyncGen:
         """As `stream_chat`."""
-        request, options = self._conversation(messages, question, contexts), self._options(kwargs)
-        pieces = await self._astream(request, options)
+        pieces = each_in_thread(await in_thread(self._stream, *self._conversation(messages, **kwargs)))
         return (chat_response(text, piece) async for text, piece in pieces)
 
     # -- prompt templates: a checkpoint that follows instructions reads their wording, any other only their slots --

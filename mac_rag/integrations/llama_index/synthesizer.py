@@ -37,17 +37,7 @@ dispatcher = get_dispatcher(__name__)
 
 @dataclass
 class _Synthesis:
-    """A synthesis in progress.
-
-    Attributes:
-        question: the question.
-        texts: the texts of the nodes.
-        source_nodes: the nodes that were given.
-        from_memory: True if there were no nodes, so that the answer comes from memory alone.
-        prompt: question and nodes as the LM reads them, once they are fitted.
-        answers: the answer, once it is known.
-        response: the response, once it is made.
-    """
+    """A synthesis in progress. `from_memory`: True if there were no nodes, and memory alone answers."""
 
     question: str
     texts: list[str]

@@ -117,14 +117,9 @@ class _Draft:
 
 
 def _link(reports: list[Report], rng: random.Random) -> dict[int, int]:
-    """Replaces companies in stories by companies that have stories of their own.
+    """Replaces companies in stories by companies that have stories of their own; changes the stories in place.
 
-    Args:
-        reports: all stories; changed in place.
-        rng: source of randomness.
-
-    Returns:
-        Index of a story -> index of the story of the company that it names. No two stories name the same company.
+    Returns index of a story -> index of the story of the company that it names. No two stories name the same company.
     """
     companies = [place for place, report in enumerate(reports) if report.beat.subject == "company"]
     rng.shuffle(companies)
