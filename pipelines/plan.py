@@ -70,7 +70,7 @@ def recipe_of(name: str, overrides: Sequence[str] = ()) -> TrainConfig:
             return load_recipe(TrainConfig, f"{name}/train", list(overrides))
         return load_recipe(TrainConfig, GENERAL, [f"preset={name}", *overrides])
     recipe = read_recipe(name, list(overrides))
-    if recipe.task not in (None, "train"):
+    if recipe.task != "train":
         raise ConfigError(f"{name}: the task {recipe.task} has no plan; name a recipe of pipelines.train, or a preset")
     return TrainConfig.parse(recipe.values, recipe.where)
 

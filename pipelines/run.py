@@ -87,21 +87,22 @@ class StageRun:
     def changes(self) -> list[str]:
         """Differences between its recipe and that of the run in its folder."""
         from pipelines.recipe import changes_since
+        from pipelines.tasks.registry import kept_values
 
-        return changes_since(self.folder, self.recipe)
+        return changes_since(self.folder, kept_values(self.stage.task, self.recipe))
 
     @property
     def state(self) -> str:
         from pipelines.checkpoints import finished_steps
+        from pipelines.training_task import TrainingRecipe
 
-        trainer = getattr(self.recipe, "trainer", None)
         if self.changes:
             return f"begun with another configuration: {'; '.join(self.changes)}"
         if self.done:
             return "done"
-        if trainer is None or not self.folder.exists():
+        if not isinstance(self.recipe, TrainingRecipe) or not self.folder.exists():
             return "to do"
-        return f"step {finished_steps(self.folder)} of {trainer.steps}"
+        return f"step {finished_steps(self.folder)} of {self.recipe.trainer.steps}"
 
 
 def plan(stages: Sequence[Stage], folder: Path) -> list[StageRun]:

@@ -274,8 +274,8 @@ def _train(model: AmortizedModel, parts: dict[str, Part], recipe: TrainConfig) -
     add(AGGREGATION, 3 * (rows * projecting + questions * asking), kept)
     # For each term of the loss: number of rows, tokens of their prompts, one of which is drawn, and of their target.
     after_documents = (questions, [QUESTION_TOKENS + count * read for count in retrieved], ANSWER_TOKENS)
-    passes = [after_documents] * (bool(losses.answer) + bool(losses.aggregated_distillation))
-    passes += [(questions, [QUESTION_TOKENS], ANSWER_TOKENS)] * (bool(losses.direct) + bool(losses.distillation))
+    passes = [after_documents] * bool(losses.answer)
+    passes += [(questions, [QUESTION_TOKENS], ANSWER_TOKENS)] * bool(losses.direct)
     passes += [(documents, [1], read)] * bool(losses.reconstruction)
     for count, prompts, answer in passes:
         lengths = [model.config.tokens_in_prompt + min(prompt + answer, model.context_window) for prompt in prompts]
@@ -283,8 +283,6 @@ def _train(model: AmortizedModel, parts: dict[str, Part], recipe: TrainConfig) -
         flops, kept = sum(flops for flops, _ in each) // len(each), max(kept for _, kept in each)
         add(BASE_LM, count * (2 + (recipe.tune_base_lm == "full") + again) * flops, count * kept)
         add(MODULATION, count * 3 * parts[MODULATION].flops["question"], 0)
-    if losses.distillation or losses.aggregated_distillation:  # the teacher reads the documents
-        add(BASE_LM, questions * _lm(model, QUESTION_TOKENS + read, ANSWER_TOKENS, number)[0], 0)
 
 
 def _answer(model: AmortizedModel, parts: dict[str, Part], documents: int, questions: int, context: int) -> None:

@@ -207,6 +207,9 @@ def test_it_is_fitted_to_documents_longer_than_the_model_reads(loaded_tiny_model
     config = json.loads((short / "config.json").read_text())
     (short / "config.json").write_text(json.dumps({**config, "max_document_tokens": longest}))
     stories = FitRecencyConfig(start_from=str(short), data=DataConfig(documents=12), store_dtype="int8")
-    assert max(len(loaded_tiny_model.amortization.ids(one.text)) for one in stories.dataset().documents) > longest
+    assert (
+        max(len(loaded_tiny_model.amortization.ids(one.text)) for one in stories.data.training_set().documents)
+        > longest
+    )
     write_fitted(stories, tmp_path)
     assert MACModel.from_pretrained(tmp_path / "last").aggregation.recency is not None

@@ -108,7 +108,7 @@ class TrainedModel:
 
     def command(self, data: Path) -> str:
         """The command line that trains it on the data set in a folder."""
-        words = ["python", "-m", f"pipelines.{self.task}", "--config", self.recipe, "--output", self.folder]
+        words = ["python", "-m", "pipelines.train", "--config", self.recipe, "--output", self.folder]
         for value in self.overrides(data):
             words += ["--set", value]
         return shlex.join(words)

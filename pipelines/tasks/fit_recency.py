@@ -1,70 +1,60 @@
-"""Fits the times in a trained MAC model's document prior: named years, and the recency term.
+"""Fits what a trained MAC model's document prior makes of words and times: lexical vectors, named years, and recency.
 
 All other weights stay as they are.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import torch
+from pydantic import Field
 from torch import Tensor
 from torch.nn import functional
 
 from mac_rag.atomic_files import write_folder
-from mac_rag.config import Config, Dtype, YearsConfig
-from mac_rag.data.newswire.generate import generate
+from mac_rag.config import Dtype, HashedBM25Config, MACConfig, YearsConfig
 from mac_rag.data.types import QADataset
 from mac_rag.errors import ConfigError
 from mac_rag.lm.batching import pad_rows
 from mac_rag.lm.devices import STORED_DTYPES
 from mac_rag.model import AmortizedModel
-from mac_rag.model.factory import named_years
+from mac_rag.model.factory import make_hashed_bm25, named_years
 from mac_rag.model.text_encoder import TextEncoder
 from mac_rag.nn.lexical import NamedYears
 from mac_rag.nn.memory_tokens import MemoryTokens
 from mac_rag.nn.prior import Candidates, DocumentPrior, RankedFirst
 from pipelines.corpora.long_documents import within_limits
-from pipelines.corpora.qa_data import DataConfig
-from pipelines.tasks.add_lexical import rebuilt
+from pipelines.corpora.qa_data import DataRecipe
 from pipelines.tasks.train import moment
 
+_VECTORS = 8  # R, lexical vectors of each text: those of both shipped models
 _QUESTIONS = 2  # of each document, at most: other documents teach a handful of numbers more than further questions
 _TOGETHER = 256  # texts that are encoded, or compared with all documents, at a time
 _YEARS_START = YearsConfig(weight=1.0, decay=3.0)
 _NEVER = 1e5  # years
 
 
-class FitRecencyConfig(Config):
+class FitRecencyConfig(DataRecipe):
     """A stage that fits the recency term: `a`, `alpha`, `beta` and `gamma` of `mac_rag.nn.prior`.
 
     For a model with hashed BM25 it first fits how much the years count that texts name, which are part of the prior
-    that recency is a term of (`fit_years`).
+    that recency is a term of (`fit_years`). Its data are documents with dates, of which some are newer versions of
+    others, and questions about them. Of newswire, half of the stories should be updated (`update_rate: 0.5`), so that
+    both sides of the choice are learned.
 
     Attributes:
         start_from: a MAC checkpoint with a document prior, name or folder.
-        data: documents with dates, of which some are newer versions of others, and questions about them. Of newswire,
-            half of the stories should be updated (`update_rate: 0.5`), so that both sides of the choice are learned.
+        lexical_weight: gives the model hashed BM25 with this weight, whose counts come from the documents; None for
+            what the model has.
         store_dtype: dtype of the weights in the checkpoint; see `mac_rag.lm.loading.to_int8`.
     """
 
     start_from: str
-    data: DataConfig = DataConfig(update_rate=0.5)
+    lexical_weight: float | None = Field(None, gt=0)
     store_dtype: Dtype | Literal["int8"] = "fp32"
-
-    def dataset(self) -> QADataset:
-        """The documents and questions."""
-        if self.data.name != "newswire":
-            return self.data.training_set()
-        return generate(
-            "train",
-            self.data.documents,
-            seed=self.data.seed,
-            questions_per_document=_QUESTIONS,
-            update_rate=self.data.update_rate,
-        )
 
 
 def write_fitted(config: FitRecencyConfig, output: Path) -> None:
@@ -74,14 +64,56 @@ def write_fitted(config: FitRecencyConfig, output: Path) -> None:
         ConfigError: as `fit_recency`.
         DataError, DocumentError: for a question or a document that the model cannot take.
     """
-    model = with_recency_term(AmortizedModel.from_pretrained(config.start_from))
-    dataset = within_limits(config.dataset(), model)
+    dataset = config.data.training_set()
     check_dates(dataset)  # before minutes of amortization
+    model = AmortizedModel.from_pretrained(config.start_from)
+    if config.lexical_weight is not None:
+        texts = (document.text for document in dataset.documents)
+        model = add_hashed_bm25(model, texts, _VECTORS, config.lexical_weight)
+    model = with_recency_term(model)
+    dataset = within_limits(dataset, model)
     prior_keys = prior_keys_of(model, dataset)
     model, prior_keys = with_fitted_years(model, dataset, prior_keys)
     fit_recency(model, dataset, prior_keys)
     with write_folder(output / "last") as new:
         model.save_pretrained(new, dtype=STORED_DTYPES[config.store_dtype])
+
+
+def add_hashed_bm25(model: AmortizedModel, texts: Iterable[str], vectors: int, weight: float) -> AmortizedModel:
+    """The same networks with hashed BM25, whose counts come from a corpus; a model's former counts are replaced.
+
+    Args:
+        model: a model with a document prior. Its parts go over to the new model; do not use it any more.
+        texts: the corpus.
+        vectors, weight: see `mac_rag.config.HashedBM25Config`.
+
+    Raises:
+        ConfigError: for a model without a document prior.
+        DocumentError: for a text that the model cannot take.
+    """
+    if model.aggregation.prior is None:
+        raise ConfigError("this model has no document prior, which hashed BM25 serves; train one with prior_width")
+    lexical = HashedBM25Config(vectors=vectors, weight=weight)
+    config = model.config.model_copy(update={"hashed_bm25": lexical})
+    hashed_bm25 = make_hashed_bm25(config, model.base_lm)
+    assert hashed_bm25 is not None
+    hashed_bm25.count(row for text in texts for row in model.amortization.plan(text))
+    for encoder in (model.amortization, model.input_encoder):
+        encoder.network.hashed_bm25 = hashed_bm25
+    return _rebuilt(model, config).eval()
+
+
+def _rebuilt(model: AmortizedModel, config: MACConfig) -> AmortizedModel:
+    """The same encoders, LM and weights with another configuration, which adds to the model's own.
+
+    Additions to the aggregation network are untrained. The parts of the model go over to the new one; do not use it any
+    more.
+    """
+    again = AmortizedModel(config, model.base_lm, model.amortization, model.input_encoder)
+    again.aggregation.load_state_dict(model.aggregation.state_dict(), strict=False)
+    again.modulation.load_state_dict(model.modulation.state_dict())
+    again.base_lm_trained = model.base_lm_trained
+    return again.train(model.training)
 
 
 def with_recency_term(model: AmortizedModel) -> AmortizedModel:
@@ -94,7 +126,7 @@ def with_recency_term(model: AmortizedModel) -> AmortizedModel:
     if model.aggregation.prior is None:
         raise ConfigError("this model has no document prior, of which recency is a term; train one with prior_width")
     aggregation = model.config.aggregation.model_copy(update={"recency": True})
-    return rebuilt(model, model.config.model_copy(update={"aggregation": aggregation})).eval()
+    return _rebuilt(model, model.config.model_copy(update={"aggregation": aggregation})).eval()
 
 
 def check_dates(dataset: QADataset) -> None:
@@ -214,7 +246,7 @@ def with_fitted_years(
     if found is None or lexical is None or prior is None:
         return model, prior_keys
     with_years = lexical.model_copy(update={"years": found})
-    model = rebuilt(model, model.config.model_copy(update={"hashed_bm25": with_years}))
+    model = _rebuilt(model, model.config.model_copy(update={"hashed_bm25": with_years}))
     years = model.amortization.network.years
     assert years is not None
     ids = [model.amortization.ids(document.text) for document in dataset.documents]

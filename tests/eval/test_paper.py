@@ -136,7 +136,7 @@ class TestCommand:
         waiting = sum(not names <= set(datasets) for names in named)
         assert f"{len(planned)} steps: {waiting} wait for data; " in shown
         assert shown.count("data that you bring") == waiting
-        assert "python -m pipelines.tune_qa --config gpt2-xl/tune_qa --output runs/gpt2-xl/tune_qa " in shown
+        assert "python -m pipelines.train --config gpt2-xl/tune_qa --output runs/gpt2-xl/tune_qa " in shown
         [hours, days] = re.findall(r"In all, on one H100 or H200: [\d.]+ GiB, ([\d.]+) h, ([\d.]+) days", shown)[0]
         assert float(days) == pytest.approx(float(hours) / 24, abs=0.05)
         parts = re.findall(r"^ +(?:[\d.]+ GiB, )([\d.]+) h", shown, re.MULTILINE)

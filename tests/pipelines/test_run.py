@@ -7,6 +7,7 @@ import shutil
 import signal
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import yaml
@@ -19,7 +20,7 @@ from pipelines.tasks.train import TrainTask
 from pipelines.tasks.tune_qa import TuneConfig
 from pipelines.tasks.tune_reading import TuneReadingConfig
 from tests.helpers import run_in_process
-from tests.pipelines.helpers import TRAINER, command, metrics
+from tests.pipelines.helpers import SHORT_PRETRAINING, TRAINER, command, metrics
 
 STAGES = ("lm", "reader", "start", "more")
 MINIATURE = """
@@ -30,9 +31,6 @@ shared:
 stages:
   lm:
     task: pretrain
-    documents: 60
-    validation_documents: 4
-    sequence_length: 224
     trainer: *trainer
   reader:
     task: tune_qa
@@ -59,7 +57,8 @@ stages:
 
 
 def run(file: Path, output: Path, *options: str) -> Any:
-    return command("pipelines.run", str(file), "--output", str(output), *options)
+    with patch.multiple("pipelines.tasks.pretrain", **SHORT_PRETRAINING):
+        return command("pipelines.run", str(file), "--output", str(output), *options)
 
 
 def written(tmp_path: Path, text: str) -> Path:
@@ -183,11 +182,12 @@ def test_a_stage_runs_by_its_own_command_too(miniature: Path, whole: Path, copie
 
 
 def test_lexical_vectors_are_a_stage(tmp_path: Path) -> None:
-    lexical = {"task": "add_lexical", "start_from": "mac-small", "data": {"documents": 30}, "store_dtype": "int8"}
+    lexical = {"task": "fit_recency", "start_from": "mac-tiny", "data": {"documents": 30}, "lexical_weight": 0.3}
     file = written(tmp_path, yaml.safe_dump({"stages": {"lexical": lexical}}))
     finished = run(file, tmp_path / "out")
     assert finished.exit_code == 0, finished.exception
-    assert MACModel.from_pretrained(tmp_path / "out" / "lexical" / "last", device="cpu").config.lexical_vectors == 8
+    config = MACModel.from_pretrained(tmp_path / "out" / "lexical" / "last", device="cpu").config
+    assert (config.lexical_vectors, config.hashed_bm25.weight) == (8, 0.3)
     assert "[1/1] lexical: done, skipped" in run(file, tmp_path / "out").stdout
 
 
@@ -257,8 +257,8 @@ def starting(place: str) -> dict[str, Any]:
         ({"a": TRAIN, "b": starting("${a}/last")}, "is no reference; write"),
         (
             {"a": {**TRAIN, "task": "distil"}},
-            "stage a: give it a task, one of pretrain, tune_qa, tune_reading, train, tune_prior, fit_recency, "
-            "add_lexical",
+            "stage a: give it a task, one of pretrain, tune_qa, tune_reading, train, tune_prior, fit_recency; "
+            "it has 'distil'",
         ),
         ({"A B": TRAIN}, "stage A B: a name has lower-case letters"),
         ({}, "it has no stages"),
