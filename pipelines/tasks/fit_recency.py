@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from pydantic import Field
@@ -32,6 +32,8 @@ from pipelines.tasks.train import moment
 
 _VECTORS = 8  # R, lexical vectors of each text: those of both shipped models
 _QUESTIONS = 2  # of each document, at most: other documents teach a handful of numbers more than further questions
+# Steps of Adam, questions of a step, and the first rate: a handful of numbers is fitted, which takes seconds.
+_STEPS, _BATCH, _RATE = 500, 256, 0.05
 _TOGETHER = 256  # texts that are encoded, or compared with all documents, at a time
 _YEARS_START = YearsConfig(weight=1.0, decay=3.0)
 _NEVER = 1e5  # years
@@ -148,22 +150,10 @@ def prior_keys_of(model: AmortizedModel, dataset: QADataset) -> Tensor:
     return prior.keys(MemoryTokens.split(phi, model.config.lexical_vectors))
 
 
-def fit_recency(
-    model: AmortizedModel,
-    dataset: QADataset,
-    prior_keys: Tensor,
-    *,
-    steps: int = 500,
-    batch_size: int = 256,
-    learning_rate: float = 0.05,
-) -> float:
+def fit_recency(model: AmortizedModel, dataset: QADataset, prior_keys: Tensor) -> float:
     """Fits the term in place: the document prior shall rank the document of each question first among all.
 
-    Args:
-        prior_keys: of `prior_keys_of`.
-        steps: steps of Adam. A handful of numbers is fitted, which takes seconds.
-        batch_size: questions of a step.
-        learning_rate: rate of the first step; it falls to 0 linearly.
+    `prior_keys` are those of `prior_keys_of`.
 
     Returns:
         The mean loss of the last tenth of the steps.
@@ -179,13 +169,13 @@ def fit_recency(
     scale = prior.log_scale.exp().detach()
 
     def batch_loss(generator: torch.Generator) -> Tensor:
-        index = torch.randint(len(compared.gold), (batch_size,), generator=generator).to(model.device)
+        index = torch.randint(len(compared.gold), (_BATCH,), generator=generator).to(model.device)
         own = Candidates(*(part[index] for part in compared.candidates))
         scores = own.scores + term.penalties(own, own, compared.asked[index], scale)
         rest = compared.rest[index]
         return functional.cross_entropy(torch.cat([scores, rest[:, None]], 1), compared.gold[index])
 
-    return fitted(list(term.parameters()), batch_loss, steps=steps, learning_rate=learning_rate)
+    return fitted(list(term.parameters()), batch_loss)
 
 
 class _Compared(NamedTuple):
@@ -234,14 +224,12 @@ def _compared(model: AmortizedModel, dataset: QADataset, prior_keys: Tensor) -> 
     return _Compared(Candidates(scores, found, moments), rest, gold, asked)
 
 
-def with_fitted_years(
-    model: AmortizedModel, dataset: QADataset, prior_keys: Tensor, **how: Any
-) -> tuple[AmortizedModel, Tensor]:
+def with_fitted_years(model: AmortizedModel, dataset: QADataset, prior_keys: Tensor) -> tuple[AmortizedModel, Tensor]:
     """The model with the years of `fit_years`, and its document prior's keys; both as they were if nothing was fitted.
 
-    The arguments are those of `fit_years`. The model's parts go over to the new one; do not use it any more.
+    The model's parts go over to the new one; do not use it any more.
     """
-    found, lexical = fit_years(model, dataset, prior_keys, **how), model.config.hashed_bm25
+    found, lexical = fit_years(model, dataset, prior_keys), model.config.hashed_bm25
     prior = model.aggregation.prior
     if found is None or lexical is None or prior is None:
         return model, prior_keys
@@ -259,10 +247,6 @@ def fit_years(
     model: AmortizedModel,
     dataset: QADataset,
     prior_keys: Tensor,
-    *,
-    steps: int = 500,
-    batch_size: int = 256,
-    learning_rate: float = 0.05,
 ) -> YearsConfig | None:
     """The configuration of years with which the document prior ranks each question's own document first.
 
@@ -270,7 +254,6 @@ def fit_years(
         model: a model with a document prior and hashed BM25; its own years do not count.
         dataset: documents and questions. Those that name no year teach nothing.
         prior_keys: the document prior's keys of the documents, `[K, d_prior]`.
-        steps, batch_size, learning_rate: see `fit_recency`.
 
     Returns:
         None if no question names a year, if no year is one token of the vocabulary, or for a model without hashed BM25.
@@ -297,12 +280,12 @@ def fit_years(
     )
 
     def batch_loss(generator: torch.Generator) -> Tensor:
-        index = torch.randint(len(asked.gold), (batch_size,), generator=generator).to(model.device)
+        index = torch.randint(len(asked.gold), (_BATCH,), generator=generator).to(model.device)
         weight, decay, temperature = logarithms.exp()
         of_years = weight * torch.exp(-since[:, asked.first[index]].T / decay)
         return functional.cross_entropy((asked.scores[index] + scale * of_years) / temperature, asked.gold[index])
 
-    fitted([logarithms], batch_loss, steps=steps, learning_rate=learning_rate)
+    fitted([logarithms], batch_loss)
     weight, decay, _ = (round(float(value), 4) for value in logarithms.detach().exp())
     return YearsConfig(weight=weight, decay=decay)
 
@@ -347,23 +330,21 @@ def _batches(encoder: TextEncoder, ids: list[list[int]]) -> Iterator[tuple[Tenso
         yield pad_rows(ids[first : first + _TOGETHER], 0, encoder.device)
 
 
-def fitted(
-    parameters: Sequence[Tensor], batch_loss: Callable[[torch.Generator], Tensor], *, steps: int, learning_rate: float
-) -> float:
+def fitted(parameters: Sequence[Tensor], batch_loss: Callable[[torch.Generator], Tensor]) -> float:
     """Fits parameters in place by steps of Adam on the loss of a drawn batch; the learning rate falls to 0 linearly.
 
     Returns the mean loss of the last tenth of the steps.
     """
-    optimizer = torch.optim.Adam(parameters, lr=learning_rate)
-    schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, total_iters=steps)
+    optimizer = torch.optim.Adam(parameters, lr=_RATE)
+    schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, total_iters=_STEPS)
     generator = torch.Generator().manual_seed(0)
     losses = []
-    for _ in range(steps):
+    for _ in range(_STEPS):
         loss = batch_loss(generator)
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
         schedule.step()
         losses.append(float(loss.detach()))
-    last = losses[-max(1, steps // 10) :]
+    last = losses[-max(1, _STEPS // 10) :]
     return sum(last) / len(last)

@@ -16,6 +16,7 @@ from mac_rag.errors import ConfigError
 from mac_rag.model import MACModel
 from pipelines.recipe import load_recipe
 from pipelines.stages import RECIPES, read_stages
+from pipelines.tasks.registry import TASK_KINDS
 from pipelines.tasks.train import TrainTask
 from pipelines.tasks.tune_qa import TuneConfig
 from pipelines.tasks.tune_reading import TuneReadingConfig
@@ -121,17 +122,13 @@ def killed_run(file: Path, output: Path) -> None:
 def test_a_killed_run_goes_on_to_the_same_model(miniature: Path, whole: Path, tmp_path: Path) -> None:
     """kill -9 in the third stage."""
     assert run_in_process(killed_run, miniature, tmp_path / "out") == -signal.SIGKILL
-    listed = run(miniature, tmp_path / "out", "--list").stdout.splitlines()
-    assert listed == [
-        "[1/4] lm (pretrain): done",
-        "[2/4] reader (tune_qa): done",
-        "[3/4] start (train): step 2 of 4",
-        "[4/4] more (train): to do",
-    ]
     before = times(tmp_path / "out" / "reader")
     resumed = run(miniature, tmp_path / "out")
     assert resumed.exit_code == 0, resumed.exception
-    assert "[1/4] lm: done, skipped\n[2/4] reader: done, skipped\n[3/4] start (train): step 2 of 4\n" in resumed.stdout
+    assert (
+        "[1/4] lm: done, skipped\n[2/4] reader: done, skipped\n[3/4] start (train): goes on after step 2\n"
+        in resumed.stdout
+    )
     assert times(tmp_path / "out" / "reader") == before
     for name in STAGES:
         assert metrics(tmp_path / "out" / name) == metrics(whole / name)
@@ -155,9 +152,8 @@ def test_a_changed_configuration_of_a_done_stage_is_refused(miniature: Path, cop
     assert isinstance(refused.exception, ConfigError)
     stale = " ".join(str(copied / name) for name in ("reader", "start", "more"))
     differs = "trainer.steps was 4 and is now 5"
-    assert f"[2/4] reader has begun with another configuration: {differs}. " in str(refused.exception)
+    assert f"the stage reader has begun with another configuration: {differs}. " in str(refused.exception)
     assert str(refused.exception).endswith(f"or delete what depends on it: {stale}")
-    assert differs in run(miniature, copied, "--list", "--set", "reader.trainer.steps=5").stdout
     assert times(copied) == before
 
 
@@ -166,7 +162,7 @@ def test_a_stage_is_not_redone_under_stages_that_start_from_it(miniature: Path, 
     refused = run(miniature, copied)
     assert isinstance(refused.exception, ConfigError)
     assert str(refused.exception) == (
-        "[2/4] reader is not done, but start, which starts from it, has begun; "
+        "the stage reader is not done, but start, which starts from it, has begun; "
         f"delete {copied / 'start'} {copied / 'more'}"
     )
     assert not (copied / "reader").exists()
@@ -192,10 +188,9 @@ def test_lexical_vectors_are_a_stage(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", sorted(path.parent.name for path in RECIPES.glob("*/pipeline.yaml")))
-def test_the_pipelines_of_shipped_models_are_whole(name: str, tmp_path: Path) -> None:
-    listed = command("pipelines.run", name, "--list", "--output", str(tmp_path))
-    assert listed.exit_code == 0, listed.exception
-    assert all(line.endswith("to do") for line in listed.stdout.splitlines())
+def test_the_pipelines_of_shipped_models_are_whole(name: str) -> None:
+    for stage in read_stages(RECIPES / name / "pipeline.yaml"):
+        TASK_KINDS[stage.task].config.parse(stage.values, stage.where)
 
 
 def test_reading_settles_on_the_same_packs_from_the_rate_that_it_had() -> None:
