@@ -26,6 +26,7 @@ _GROUP = 2048  # documents of a bank that are put at a time
 _ADAPTED = 20_000  # largest number of documents that are adapted to; the others are mixtures of them
 _READ_WHOLE = 6000  # largest bank that is also read as a whole, and the published way
 
+
 def main(
     folder: Annotated[Path, typer.Argument(help="Folder of the banks. A bank that is there is used again.")],
     documents: Annotated[
