@@ -168,7 +168,8 @@ def test_the_drawn_splits_share_nothing(tmp_path: Path) -> None:
     (tmp_path / "mine.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     recipe = tmp_path / "recipe.yaml"
     source = {"name": "own", "path": str(tmp_path / "mine.jsonl")}
-    values = {"start_from": "mac-tiny", "data": source, "trainer": {"steps": 1, "batch_size": 1, "learning_rate": 1}}
+    trainer = {"steps": 1, "batch_size": 1, "learning_rate": 1}
+    values = {"task": "train", "start_from": "mac-tiny", "data": source, "trainer": trainer}
     recipe.write_text(yaml.safe_dump(values))
     found = command("pipelines.check_splits", str(recipe))
     assert found.exit_code == 0, found.output
