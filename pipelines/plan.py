@@ -76,10 +76,17 @@ def recipe_of(name: str, overrides: Sequence[str] = ()) -> TrainConfig:
 
 def plan_table(parts: dict[str, Part]) -> Table:
     """A model part by part: weights, GiB and FLOPs of its training, then of answering."""
-    from rich.table import Table
+    from rich.table import Column, Table
 
     kinds = ("weights", "gradients", "optimizer", "activations")
-    table = Table("", "weights, M", "trained, M", *(f"{kind}, GiB" for kind in kinds), "training, GiB", "GFLOP a step")
+    table = Table(
+        Column("", no_wrap=True),
+        "weights, M",
+        "trained, M",
+        *(f"{kind}, GiB" for kind in kinds),
+        "training, GiB",
+        "GFLOP a step",
+    )
     for header in ("answering, GiB", "GFLOP a document", "GFLOP a question"):
         table.add_column(header)
     for column in table.columns[1:]:

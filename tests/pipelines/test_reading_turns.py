@@ -36,9 +36,9 @@ def test_their_task_reads_no_data_to_validate_on(model_folder: Folder, monkeypat
     read: list[str] = []
     load = DataConfig.validation_set
 
-    def counted(self: DataConfig, *, unanswered: bool = False) -> QADataset:
+    def counted(self: DataConfig) -> QADataset:
         read.append(self.val)
-        return load(self, unanswered=unanswered)
+        return load(self)
 
     monkeypatch.setattr(DataConfig, "validation_set", counted)
     TrainTask(train_recipe(model_folder, reading=READING, tune_base_lm="full"))
