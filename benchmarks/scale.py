@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import statistics
 from functools import partial
 from pathlib import Path
@@ -10,13 +9,13 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from eval.harness.command import OutputOption, SeedOption
+from eval.harness.command import SeedOption
 from eval.harness.streams import DataOption
 from mac_rag.cli.run import run_command
 from mac_rag.cli.terminal import say
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
 
     from torch import Tensor
 
@@ -26,14 +25,6 @@ if TYPE_CHECKING:
 _GROUP = 2048  # documents of a bank that are put at a time
 _ADAPTED = 20_000  # largest number of documents that are adapted to; the others are mixtures of them
 _READ_WHOLE = 6000  # largest bank that is also read as a whole, and the published way
-# Figures of a bank that are drawn: label and style.
-_LINES = {
-    "later s": ("a question", "o-"),
-    "first s": ("the first question after opening", "o--"),
-    "opening s": ("opening the bank", "^:"),
-    "all rows s": ("all rows, without bounds", "s-"),
-    "published s": ("published way", "x-"),
-}
 
 
 def main(
@@ -46,37 +37,28 @@ def main(
     rows: Annotated[Literal["bf16", "int8", "pq", "fp32"], typer.Option(help="Numbers of the banks' rows.")] = "bf16",
     questions: Annotated[int, typer.Option(min=2, help="Questions, each asked alone.")] = 20,
     seed: SeedOption = 0,
-    output: OutputOption = None,
 ) -> None:
     """Time opening a bank, its first question, and later ones, each bank in a process of its own, from the disk.
 
     A bank has the documents of a data set, those of its test stream first. Beyond 20,000 it has mixtures of them
     (`benchmarks.large_banks.mixed_documents`). Banks of up to 6,000 documents also aggregate the same questions over
     all rows, as if no document prior told which rows can matter, and as the published implementation does it
-    (`benchmarks.published`); the difference is that of phi*. With --output, a plot is drawn beside the JSON file.
+    (`benchmarks.published`); the difference is that of phi*.
     """
     from benchmarks.measure import in_child
-    from mac_rag.atomic_files import write_text
 
     sizes = sorted(set(documents or (100, 2000, 6000)))
     prefix = f"{model.replace('/', '-')}-{rows}"
     adapted = min(_ADAPTED, sizes[-1])
     real = folder / f"{prefix}-{adapted}"
     in_child(_adapt, real, adapted, model, data, rows, seed)
-    measured = []
     for count in sizes:
         place = folder / f"{prefix}-{count}"
         in_child(_fill, place, count, real, model, rows, seed)
         row = in_child(_measure, place, count, model, data, questions, seed, whole=count <= _READ_WHOLE)
         if count <= _READ_WHOLE:
             row |= in_child(_published, place, count, model, data, questions, seed)
-        measured.append({"documents": count, **row})
-        say(" | ".join(f"{name} {value:,.4g}" for name, value in measured[-1].items()))
-    if output is not None:
-        output.parent.mkdir(parents=True, exist_ok=True)
-        result = {"model": model, "rows": rows, "adapted": adapted, "banks": measured}
-        write_text(output, json.dumps(result, indent=2) + "\n")
-        say(f"drawn: {_draw(measured, output.with_suffix('.svg'))}")
+        say(" | ".join(f"{name} {value:,.4g}" for name, value in {"documents": count, **row}.items()))
 
 
 def _adapt(place: Path, count: int, model: str, data: str | None, rows: Any, seed: int) -> None:
@@ -219,25 +201,6 @@ def _published(place: Path, count: int, model: str, data: str | None, questions:
 def _phi(network: Any, question: Any, view: Any) -> Tensor:
     phi: Tensor = network(question, view)[0]
     return phi
-
-
-def _draw(banks: Sequence[Mapping[str, float]], path: Path) -> Path:
-    """Draws seconds against the number of documents as SVG, and returns its path."""
-    from matplotlib.backends.backend_svg import FigureCanvasSVG
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(7, 4), layout="constrained")
-    FigureCanvasSVG(figure)
-    axes = figure.subplots()
-    for name, (label, style) in _LINES.items():
-        known = [(each["documents"], each[name]) for each in banks if name in each]
-        if known:
-            axes.plot(*zip(*known, strict=True), style, label=label)
-    axes.set(xscale="log", yscale="log", xlabel="documents in the bank", ylabel="seconds")
-    axes.grid(alpha=0.3)
-    axes.legend()
-    figure.savefig(path, metadata={"Date": None})
-    return path
 
 
 if __name__ == "__main__":

@@ -13,8 +13,8 @@ import sys
 import threading
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -94,10 +94,11 @@ def main(
         latencies: dict[str, list[float]] = defaultdict(list)
         files: list[dict[str, int]] = []
         held: list[int] = []
-        with Memory(server) as memory:
+        memory = Memory(server)
+        with meanwhile(memory.watch):
             for part in range(_PARTS):
                 pause, whole = min(_PAUSE, mixed / _PARTS), mixed / _PARTS / 2 if part == 0 else None
-                with Killing(server, pause, whole=whole, seed=seed + part):
+                with meanwhile(killing(server, pause, whole=whole, seed=seed + part)):
                     for kind, times in run_load(load.any, clients, mixed / _PARTS, seed + part).items():
                         latencies[kind] += times
                 load.check()
@@ -202,8 +203,21 @@ class Served:
         return int(status.partition("VmRSS:")[2].split()[0]) // 1024
 
 
-class Killing:
-    """During the `with` block, kills worker processes of a server now and then.
+@contextmanager
+def meanwhile(work: Callable[[threading.Event], None]) -> Iterator[None]:
+    """Runs a function in a thread during the `with` block; at its end, the event that the function gets is set."""
+    end = threading.Event()
+    thread = threading.Thread(target=work, args=(end,))
+    thread.start()
+    try:
+        yield
+    finally:
+        end.set()
+        thread.join()
+
+
+def killing(server: Served, pause: float, *, whole: float | None, seed: int) -> Callable[[threading.Event], None]:
+    """Kills worker processes of a server now and then, until the event.
 
     Args:
         server: the server.
@@ -211,50 +225,32 @@ class Killing:
         whole: seconds after which the server itself is killed, too; None not to.
         seed: random seed of the times.
     """
+    chance = random.Random(seed)
 
-    def __init__(self, server: Served, pause: float, *, whole: float | None, seed: int) -> None:
-        self._server, self._pause, self._whole, self._chance = server, pause, whole, random.Random(seed)
-        self._end = threading.Event()
-        self._thread = threading.Thread(target=self._kill)
+    def kill(end: threading.Event) -> None:
+        if whole is not None:
+            end.wait(whole)
+            server.kill()
+        while not end.wait(chance.uniform(0, pause)):
+            server.kill_workers()
 
-    def __enter__(self) -> None:
-        self._thread.start()
-
-    def __exit__(self, *error: object) -> None:
-        self._end.set()
-        self._thread.join()
-
-    def _kill(self) -> None:
-        if self._whole is not None:
-            self._end.wait(self._whole)
-            self._server.kill()
-        while not self._end.wait(self._chance.uniform(0, self._pause)):
-            self._server.kill_workers()
+    return kill
 
 
 class Memory:
-    """Main memory of a server, measured every few seconds during the `with` block, and when it rests."""
+    """Main memory of a server, measured every few seconds, and when it rests."""
 
     def __init__(self, server: Served) -> None:
         self._server = server
         self._seen: list[int] = []
         self._resting: list[int] = []
-        self._end = threading.Event()
-        self._thread = threading.Thread(target=self._look)
 
-    def __enter__(self) -> Memory:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._end.set()
-        self._thread.join()
-
-    def _look(self) -> None:
+    def watch(self, end: threading.Event) -> None:
+        """Measures until the event."""
         while True:
             with suppress(OSError, IndexError):  # it was killed
                 self._seen.append(self._server.resident())
-            if self._end.wait(_EVERY):
+            if end.wait(_EVERY):
                 return
 
     def rests(self) -> None:

@@ -45,8 +45,7 @@ def main(
         bool,
         typer.Option(
             "--dry-run",
-            help="Run nothing, but show each step's command, the trained models that it needs, how to train them, and "
-            "what all of it takes on one H100 or H200.",
+            help="Run nothing, but show each step's command, the trained models that it needs, and how to train them.",
         ),
     ] = False,
 ) -> None:
@@ -81,18 +80,14 @@ def main(
 
 def show_plan(planned: Sequence[Step], scale: Scale, data: Path | None, output: Path) -> None:
     """Shows what would run, with the folder of the data sets and that of the results."""
-    from eval.harness.paper_costs import camels_cost, step_cost
-    from eval.harness.paper_plan import camels_of, models_needed, models_to_train
-    from pipelines.sizes import Cost
+    from eval.harness.paper_plan import models_needed, models_to_train
 
     needs = {step.name: models_needed(step) if scale == "paper" else [] for step in planned}
     models = models_to_train(path for paths in needs.values() for path in paths)
-    costs = {model.folder: model.cost() for model in models}
     if models:
         say("First, train:")
     for model in models:
         say(f"    {model.command((data or Path('DATA')) / model.dataset)}")
-        say(f"        {costs[model.folder]}")
     for number, step in enumerate(planned, 1):
         say(f"[{number}/{len(planned)}] {step.name}")
         say(f"    {step.shown(output)}")
@@ -100,21 +95,8 @@ def show_plan(planned: Sequence[Step], scale: Scale, data: Path | None, output: 
             say(f"    needs {', '.join(needs[step.name])}")
         if step.missing:
             say(f"    data that you bring: {step.missing}")
-        if scale == "paper":
-            costs[step.name] = step_cost(step)
-            dataset = camels_of(step)
-            first = dataset is not None and f"CaMeLS on {dataset}" not in costs
-            if dataset is not None and first:
-                costs[f"CaMeLS on {dataset}"] = camels_cost(dataset)
-            camels = f"; CaMeLS's training among it {costs[f'CaMeLS on {dataset}']}" if first else ""
-            say(f"    {costs[step.name]}{camels}")
     waiting = sum(bool(step.missing) for step in planned)
     say(f"{len(planned)} steps: {waiting} wait for data; {len(models)} models to train first")
-    if scale == "paper":
-        whole = sum(costs.values(), Cost(0, 0.0))
-        most = sorted(costs, key=lambda name: -costs[name].hours)[:5]
-        say(f"In all, on one H100 or H200: {whole}, {whole.hours / 24:.1f} days; an estimate, see pipelines/sizes.py")
-        say(f"Most of it: {'; '.join(f'{name} {costs[name].hours:.0f} h' for name in most)}")
 
 
 def run_steps(planned: Sequence[Step], output: Path, jobs: int = 1) -> list[StepRecord]:

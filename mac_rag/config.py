@@ -209,7 +209,7 @@ class SentenceEncoderConfig(Config):
 class YearsConfig(Config):
     """How much a document counts that names a year shortly before the question's (see `mac_rag.nn.lexical`).
 
-    Not part of the paper. `python -m pipelines.fit_recency` fits both numbers.
+    Not part of the paper. The task `fit_recency` of `pipelines.train` fits both numbers.
 
     Attributes:
         weight: how much it counts if it names the year of the question, beside the product of both texts' lexical
@@ -233,7 +233,7 @@ class HashedBM25Config(Config):
 
     Attributes:
         vectors: R, lexical vectors of width D for each text.
-        weight: weight of the product beside the cosine, chosen on validation data; `pipelines.tune_prior` alone
+        weight: weight of the product beside the cosine, chosen on validation data; the task `tune_prior` alone
             trains it.
         years: one more lexical vector for each text, by which a question that names a year finds what was last known
             then; None for its words alone.
@@ -334,22 +334,6 @@ class ModulationConfig(Config):
         return self
 
 
-class ExtractiveConfig(Config):
-    """Extractive decoding: answers behind documents are spans of these (see `mac_rag.lm.decoding`).
-
-    For an LM that has learned to answer in the words of what it reads. Not part of the paper.
-
-    Examples:
-        >>> ExtractiveConfig(fixed_answers=("yes", "no")).fixed_answers
-        ('yes', 'no')
-
-    Attributes:
-        fixed_answers: answers that are possible behind any document; the abstention of the prompt's format is one, too.
-    """
-
-    fixed_answers: tuple[str, ...] = ()
-
-
 class AttentionConfig(Config):
     """How an engine attends to its bank. It is part of no checkpoint: any bank may be read in any of these ways.
 
@@ -414,7 +398,9 @@ class MACConfig(Config):
         aggregation: h_psi.
         modulation: how phi* changes the LM.
         prompt: the templates of documents, questions and answers.
-        extractive: keeps answers to spans of the documents in front of the question; None for free answers.
+        extractive: keeps answers to spans of the documents in front of the question (see `mac_rag.lm.decoding`), or to
+            one of these, which are possible after any document, as the abstention of the prompt's format is; for an LM
+            that has learned to answer in the words of what it reads. None for free answers.
         max_document_tokens: longest document, in the amortization network's own tokens.
         max_new_tokens: longest answer, in the LM's tokens.
         context_window: tokens that documents, question and answer may have together; None for all positions of the LM.
@@ -436,7 +422,7 @@ class MACConfig(Config):
     aggregation: AggregationConfig = AggregationConfig()
     modulation: ModulationConfig = ModulationConfig()
     prompt: PromptFormat = PromptFormat()
-    extractive: ExtractiveConfig | None = None
+    extractive: tuple[str, ...] | None = None
     max_document_tokens: int = Field(512, ge=8)
     max_new_tokens: int = Field(16, ge=1)
     context_window: int | None = Field(None, ge=1)
@@ -498,7 +484,7 @@ class OwnKVConfig(Config):
         lm_digest: sha256 of the LM's weights and tokenizer, which the folder of the model does not hold.
         prompt: how a conversation is written; `chat` if the tokenizer has a chat template.
         turn: what the user says, with `{document}` and after it `{question}`.
-        adapter: True if the folder holds low-rank updates of the LM, trained by `pipelines.tune_reading`.
+        adapter: True if the folder holds low-rank updates of the LM, trained by the task `tune_reading`.
         bytes_per_token: bytes that a document's token takes in a bank; None keeps all keys and values as they are.
         sentence_encoder: encoder of the document prior, as `mac_rag.retrieval.registry.make_encoder` knows it, which
             also finds documents that share no word with a question; None for BM25 alone.

@@ -8,7 +8,7 @@ import typer
 
 from mac_rag.cli.run import run_command
 from mac_rag.cli.terminal import say
-from pipelines.recipe import SetOption, read_recipe, stages_or_itself
+from pipelines.recipe import SetOption, stages_or_itself
 
 if TYPE_CHECKING:
     from mac_rag.data.types import QADataset
@@ -56,16 +56,13 @@ def data_of(recipe: str, overrides: list[str] | None) -> DataConfig | None:
     """The data set that a recipe trains on; None if it has none.
 
     Raises:
-        ConfigError: see `load_recipe`.
+        ConfigError: see `load_task`.
     """
-    from pipelines.tasks.registry import TASK_KINDS
+    from pipelines.corpora.qa_data import DataRecipe
+    from pipelines.tasks.registry import load_task
 
-    values, where, task = read_recipe(recipe, overrides)
-    if task is None:
-        trains_mac = values.keys() & {"model", "preset", "start_from"}
-        task = "train" if trains_mac else "tune_qa" if "base_lm" in values else "pretrain"
-    data: DataConfig | None = getattr(TASK_KINDS[task].config.parse(values, where), "data", None)
-    return data
+    _, config = load_task(recipe, overrides)
+    return config.data if isinstance(config, DataRecipe) else None
 
 
 def dataset_contents(data: QADataset) -> dict[str, set[str]]:

@@ -1,11 +1,8 @@
 """MAC's objective: equation 2 with back-propagation dropout, and auxiliary losses for small models.
 
-The paper's objective is the `answer` term alone. The others help a small model over its cold start: `direct`,
-`distillation` and `reconstruction` teach the amortization network without the aggregation network, and `contrastive`
-teaches the document prior.
-
-The two distillation terms need no answers: `aggregated_distillation` is to `answer` what `distillation` is to `direct`,
-with the LM that has read the document as the teacher, in place of the answer.
+The paper's objective is the `answer` term alone. The others help a small model over its cold start: `direct` and
+`reconstruction` teach the amortization network without the aggregation network, and `contrastive` teaches the document
+prior.
 """
 
 from __future__ import annotations
@@ -21,13 +18,12 @@ from torch.nn import functional
 from mac_rag.config import Config
 from mac_rag.data.dates import ALWAYS
 from mac_rag.errors import ConfigError
-from mac_rag.lm.batching import length_buckets, similar_lengths
+from mac_rag.lm.batching import similar_lengths
 from mac_rag.model import AmortizedModel
 from mac_rag.nn.attention import recomputing_attention
 from mac_rag.nn.memory_tokens import MemoryTokens
 
 _LENGTH_RATIO = 2.0  # largest ratio of the longest to the shortest prompt of a batch
-_ANSWERING_TOKENS = 8192  # prompt tokens of a batch for which the LM writes answers
 
 
 class LossWeights(Config):
@@ -36,9 +32,6 @@ class LossWeights(Config):
     Attributes:
         answer: negative log-likelihood of the answer under phi*, the aggregate of all documents (equation 2).
         direct: the same under the memory tokens of the question's own document, without aggregation.
-        distillation: cross-entropy between the LM's predictions under these memory tokens and its predictions after
-            the document itself without memory, which are the teacher (context distillation; Askell et al., 2021).
-        aggregated_distillation: the same under phi*, the aggregate of all documents, as the model is used.
         reconstruction: negative log-likelihood of a document under its own memory tokens.
         contrastive: cross-entropy of the document prior, with the question's own document as the target; of several
             that it needs, any of them.
@@ -46,15 +39,8 @@ class LossWeights(Config):
 
     answer: float = Field(1.0, ge=0)
     direct: float = Field(0.0, ge=0)
-    distillation: float = Field(0.0, ge=0)
-    aggregated_distillation: float = Field(0.0, ge=0)
     reconstruction: float = Field(0.0, ge=0)
     contrastive: float = Field(0.0, ge=0)
-
-    @property
-    def need_answers(self) -> bool:
-        """True if a term needs the answers of the questions."""
-        return self.answer > 0 or self.direct > 0
 
 
 @dataclass(frozen=True)
@@ -64,8 +50,7 @@ class Batch:
     Attributes:
         documents: K texts.
         questions: B texts.
-        answers: B texts; an empty one if no answer is known. The distillation terms then take the LM's own answer after
-            the question's document.
+        answers: B texts.
         gold: for each question, the index of the document that answers it.
         contexts: retrieved documents before each question.
         without_memory: True for each question that the LM answers without phi*.
@@ -117,17 +102,8 @@ def mac_loss(
         `loss` and each term that has a weight, as scalars; and the memory tokens of the K documents, detached.
 
     Raises:
-        ConfigError: for a contrastive term or distractors without a document prior, p outside [0, 1), or a question
-            without an answer if a term needs one.
+        ConfigError: for a contrastive term or distractors without a document prior, or p outside [0, 1).
     """
-    if not all(batch.answers):
-        if weights.need_answers:
-            raise ConfigError(
-                f"the question {batch.questions[batch.answers.index('')]!r:.200} has no answer, which the terms answer "
-                "and direct need; set their weights to 0 and train by distillation, or give it an answer"
-            )
-        if weights.distillation or weights.aggregated_distillation:
-            batch = replace(batch, answers=with_own_answers(model, batch))
     prior = model.aggregation.prior
     if prior is None and (weights.contrastive or distractors):
         needs = "the contrastive loss trains" if weights.contrastive else "distractors are chosen by"
@@ -150,8 +126,7 @@ def mac_loss(
     ]
 
     terms: dict[str, Tensor] = {}
-    aggregates = weights.answer or weights.aggregated_distillation
-    if aggregates or weights.contrastive:
+    if weights.answer or weights.contrastive:
         encoded = model.input_encoder([model.input_encoder.ids(question) for question in batch.questions])
         known = phi if negatives is None else MemoryTokens.cat([phi, negatives.to(memory.dtype)])
         asked, dates = model.asked(batch.questions), _dates(model, batch, len(known))
@@ -159,7 +134,7 @@ def mac_loss(
         if prior is not None:
             prior_keys = prior.keys(known)
             scores = prior.score(prior.queries(encoded), prior_keys)
-    if aggregates:
+    if weights.answer:
         attended, attended_dates = phi, None if dates is None else dates[: len(phi)]
         if scores is not None and distractors and len(known) > len(phi):
             others = scores.detach()[:, len(phi) :]
@@ -169,18 +144,9 @@ def mac_loss(
         bank = replace(model.aggregation.project(attended), dates=attended_dates)
         mask = _seen(batch.gold_hidden, gold, len(attended), context_set)
         aggregated, _ = model.aggregation(encoded, bank, mask=mask, asked=asked, attention=recomputing_attention)
-    if weights.answer:
         terms["answer"] = _mean_loss(model, after_contexts, targets, aggregated, batch.without_memory)
     if weights.direct:
         terms["direct"] = _mean_loss(model, alone, answers, memory[gold])
-    if weights.distillation or weights.aggregated_distillation:
-        taught = _teacher(model, batch, answers)
-    if weights.distillation:
-        said = _logits(model, alone, answers, memory[gold])
-        terms["distillation"] = functional.cross_entropy(said.float(), taught)
-    if weights.aggregated_distillation:
-        said = _logits(model, after_contexts, answers, aggregated, batch.without_memory)
-        terms["aggregated_distillation"] = functional.cross_entropy(said.float(), taught)
     if weights.reconstruction:
         starts = [prompts.start or [prompts.eos]] * len(rows)
         texts = [prompts.document(document) for document in batch.documents]
@@ -266,69 +232,26 @@ def _mean_loss(
     phi: Tensor,
     without_memory: Sequence[bool] = (),
 ) -> Tensor:
-    """Mean negative log-likelihood of all target tokens; the arguments are those of `_logits`."""
-    logits = _logits(model, prompts, targets, phi, without_memory)
-    expected = torch.tensor([token for target in targets for token in target], device=logits.device)
-    return functional.cross_entropy(logits.float(), expected)
-
-
-@torch.no_grad()
-def with_own_answers(model: AmortizedModel, batch: Batch) -> list[str]:
-    """The answers of a batch; in place of unknown ones, the LM's own after the question's document.
-
-    The LM answers greedily, without memory, in at most `max_new_tokens` tokens.
-    """
-    answers, most = list(batch.answers), model.config.max_new_tokens
-    rows = [row for row, answer in enumerate(answers) if not answer]
-    prompts = _open_book(model, batch, [most] * len(answers))
-    for group in length_buckets([len(prompts[row]) for row in rows], _ANSWERING_TOKENS):
-        chosen = [rows[i] for i in group]
-        texts = model.base_lm.generate([prompts[row] for row in chosen], None, max_new_tokens=most)
-        for row, text in zip(chosen, texts, strict=True):
-            answers[row] = text
-    return answers
-
-
-@torch.no_grad()
-def _teacher(model: AmortizedModel, batch: Batch, answers: Sequence[list[int]]) -> Tensor:
-    """Probabilities of each answer token after the question's own document: `[N, vocabulary]`, in float32."""
-    open_book = _open_book(model, batch, [len(answer) for answer in answers])
-    return _logits(model, open_book, answers, None).float().softmax(-1)
-
-
-def _open_book(model: AmortizedModel, batch: Batch, rooms: Sequence[int]) -> list[list[int]]:
-    """Each question after its own document, with room for that many tokens after it."""
-    return [
-        model.base_lm.prompts.prompt(question, [batch.documents[index]], model.context_window - room)
-        for question, index, room in zip(batch.questions, batch.gold, rooms, strict=True)
-    ]
-
-
-def _logits(
-    model: AmortizedModel,
-    prompts: Sequence[list[int]],
-    targets: Sequence[list[int]],
-    phi: Tensor | None,
-    without_memory: Sequence[bool] = (),
-) -> Tensor:
-    """Logits of each token of all targets, row after row.
+    """Mean negative log-likelihood of all target tokens.
 
     Rows of similar length share a batch. Otherwise the longest prompts would pad all others to their length.
 
     Args:
         prompts, targets: token ids of B rows.
-        phi: `[B, T, D]`, each row's modulation; None for none.
+        phi: `[B, T, D]`, each row's modulation.
         without_memory: True for each row without modulation; empty if all have one.
     """
-    bare = without_memory or [phi is None] * len(prompts)
+    bare = without_memory or [False] * len(prompts)
     by_row: dict[int, Tensor] = {}
     for without in (False, True):
         rows = [i for i, flag in enumerate(bare) if flag == without]
         lengths = [len(prompts[i]) + len(targets[i]) for i in rows]
         for group in similar_lengths(lengths, _LENGTH_RATIO):
             chosen = [rows[i] for i in group]
-            modulation = None if without or phi is None else model.modulation(phi[chosen])
+            modulation = None if without else model.modulation(phi[chosen])
             group_rows = [prompts[i] for i in chosen], [targets[i] for i in chosen]
             logits = model.base_lm.answer_logits(*group_rows, modulation)
             by_row |= zip(chosen, logits.split([len(targets[i]) for i in chosen]))
-    return torch.cat([by_row[i] for i in range(len(prompts))])
+    logits = torch.cat([by_row[i] for i in range(len(prompts))])
+    expected = torch.tensor([token for target in targets for token in target], device=logits.device)
+    return functional.cross_entropy(logits.float(), expected)

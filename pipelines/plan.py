@@ -8,13 +8,16 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from mac_rag.cli.run import run_command
-from mac_rag.cli.terminal import say
+from mac_rag.cli.terminal import say, show_table
 from pipelines.recipe import SetOption
 
 if TYPE_CHECKING:
+    from rich.table import Table
+
     from pipelines.sizes import Part
     from pipelines.tasks.train_config import TrainConfig
 
+_WIDTH = 190  # of the table, in columns
 GENERAL = "small-lm/train"  # settings of a training for a preset that has no recipe of its own
 
 
@@ -22,19 +25,17 @@ def main(
     name: Annotated[
         str | None,
         typer.Argument(
-            help="A preset, such as smollm2-360m, or a recipe of pipelines.train with a model.",
+            help="A preset, such as smollm2-360m, or a recipe of the task train with a model.",
             show_default="a table of all presets, in Markdown",
         ),
     ] = None,
-    documents: Annotated[int, typer.Option(min=1, help="Documents in the bank, each of one chunk.")] = 10_000,
-    questions: Annotated[int, typer.Option(min=1, help="Questions that are answered at once.")] = 1,
-    context: Annotated[int, typer.Option(min=1, help="Tokens of documents, question and answer before the LM.")] = 2048,
     set_: SetOption = None,
 ) -> None:
     """Print bytes and FLOPs of a training step, of adapting to a document, and of a question, part by part.
 
-    Bytes of weights, gradients and the optimizer are exact; activations and FLOPs are estimates (see
-    docs/guides/presets.md). No weights are loaded.
+    Answering is that of one question of 2,048 tokens with its documents, from a bank of 10,000 documents. Bytes of
+    weights, gradients and the optimizer are exact; activations and FLOPs are estimates (see docs/guides/presets.md). No
+    weights are loaded.
     """
     from pipelines.sizes import document_bytes, empty_model, sizes_of
 
@@ -43,19 +44,17 @@ def main(
             say(line)
         return
     recipe = recipe_of(name, set_ or ())
-    parts = sizes_of(recipe, documents, questions, context)
+    parts = sizes_of(recipe)
     assert recipe.model is not None  # else there are no sizes
     model, trainer = empty_model(recipe.model), recipe.trainer
     say(f"{name}: {trainer.batch_size} documents in a pass, {trainer.accumulate} passes in a step, {trainer.precision}")
     stored = [f"{document_bytes(model, rows):,} bytes in {rows}" for rows in ("bf16", "int8")]
-    say(f"{documents:,} documents in the bank, each {' or '.join(stored)}; {context:,} tokens of context")
-    say("")
-    for line in plan_lines(parts):
-        say(line)
+    say(f"a document of one chunk in a bank: {' or '.join(stored)}")
+    show_table(plan_table(parts), width=_WIDTH)
 
 
 def recipe_of(name: str, overrides: Sequence[str] = ()) -> TrainConfig:
-    """The recipe that trains a preset, or a recipe of `pipelines.train` itself, with values as `--set` takes them.
+    """The recipe that trains a preset, or a recipe of the task `train` itself, with values as `--set` takes them.
 
     Raises:
         ConfigError: as `load_recipe`; for a stage of another task.
@@ -70,27 +69,41 @@ def recipe_of(name: str, overrides: Sequence[str] = ()) -> TrainConfig:
             return load_recipe(TrainConfig, f"{name}/train", list(overrides))
         return load_recipe(TrainConfig, GENERAL, [f"preset={name}", *overrides])
     recipe = read_recipe(name, list(overrides))
-    if recipe.task not in (None, "train"):
-        raise ConfigError(f"{name}: the task {recipe.task} has no plan; name a recipe of pipelines.train, or a preset")
+    if recipe.task != "train":
+        raise ConfigError(f"{name}: the task {recipe.task} has no plan; name a recipe of the task train, or a preset")
     return TrainConfig.parse(recipe.values, recipe.where)
 
 
-def plan_lines(parts: dict[str, Part]) -> Iterator[str]:
-    """The parts of a model as two tables: of its training, and of adapting and answering."""
+def plan_table(parts: dict[str, Part]) -> Table:
+    """A model part by part: weights, GiB and FLOPs of its training, then of answering."""
+    from rich.table import Column, Table
+
     kinds = ("weights", "gradients", "optimizer", "activations")
-    rows = [["training", "weights, M", "trained, M", *(f"{kind}, GiB" for kind in kinds), "GiB", "GFLOP a step"]]
-    for name, some in _rows(parts):
+    table = Table(
+        Column("", no_wrap=True),
+        "weights, M",
+        "trained, M",
+        *(f"{kind}, GiB" for kind in kinds),
+        "training, GiB",
+        "GFLOP a step",
+    )
+    for header in ("answering, GiB", "GFLOP a document", "GFLOP a question"):
+        table.add_column(header)
+    for column in table.columns[1:]:
+        column.justify = "right"
+    for name, some in [*((name, [part]) for name, part in parts.items()), ("in all", list(parts.values()))]:
         of_kinds = [sum(part.training[kind] for part in some) for kind in kinds]
-        counts = [sum(part.weights for part in some), sum(part.trained for part in some)]
-        numbers = [*(f"{count / 1e6:,.1f}" for count in counts), *map(_gib, of_kinds), _gib(sum(of_kinds))]
-        rows.append([name, *numbers, _giga(some, "step")])
-    yield from _aligned(rows)
-    yield ""
-    rows = [["answering", "GiB", "GFLOP a document", "GFLOP a question"]]
-    for name, some in _rows(parts):
-        size = sum(sum(part.answering.values()) for part in some)
-        rows.append([name, _gib(size), _giga(some, "document"), _giga(some, "question")])
-    yield from _aligned(rows)
+        counts = (sum(part.weights for part in some), sum(part.trained for part in some))
+        table.add_row(
+            name,
+            *(f"{count / 1e6:,.1f}" for count in counts),
+            *map(_gib, [*of_kinds, sum(of_kinds)]),
+            _giga(some, "step"),
+            _gib(sum(sum(part.answering.values()) for part in some)),
+            _giga(some, "document"),
+            _giga(some, "question"),
+        )
+    return table
 
 
 def preset_table() -> Iterator[str]:
@@ -122,22 +135,12 @@ def preset_table() -> Iterator[str]:
         yield f"| {' | '.join(cells)} |"
 
 
-def _rows(parts: dict[str, Part]) -> list[tuple[str, list[Part]]]:
-    return [*((name, [part]) for name, part in parts.items()), ("in all", list(parts.values()))]
-
-
 def _giga(parts: list[Part], use: str) -> str:
     return f"{sum(part.flops[use] for part in parts) / 1e9:,.1f}"
 
 
 def _gib(size: int) -> str:
     return f"{size / (1 << 30):.{1 if size >= 10 << 30 else 2}f}"
-
-
-def _aligned(rows: list[list[str]]) -> Iterator[str]:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for first, *others in rows:
-        yield "  ".join([first.ljust(widths[0]), *map(str.rjust, others, widths[1:])])
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple, TypeVar
 
@@ -13,7 +13,7 @@ import yaml
 
 from mac_rag.config import Config
 from mac_rag.errors import ConfigError
-from pipelines.stages import RECIPES, override_value, pipeline_file, read_mapping, read_stages
+from pipelines.stages import RECIPES, override_value, pipeline_file, read_mapping, read_stages, task_of
 
 C = TypeVar("C", bound=Config)
 
@@ -33,12 +33,12 @@ class Recipe(NamedTuple):
 
     Attributes:
         where: its file, and its stage in a pipeline, for messages.
-        task: the task of a stage; None for a recipe that is a file of its own.
+        task: one of `pipelines.stages.TASKS`.
     """
 
     values: dict[str, Any]
     where: str
-    task: str | None
+    task: str
 
 
 def load_recipe(kind: type[C], name: str, overrides: list[str] | None) -> C:
@@ -60,13 +60,14 @@ def read_recipe(name: str, overrides: list[str] | None) -> Recipe:
         overrides: `name=value` each.
 
     Raises:
-        ConfigError: for an unknown name or ill-formed YAML, which it names.
+        ConfigError: for an unknown name, ill-formed YAML, or a recipe without a task, which it names.
     """
     path = Path(name) if Path(name).is_file() else RECIPES / f"{name}.yaml"
     if path.is_file():
-        recipe = Recipe(read_mapping(path), str(path), None)
-        if "stages" in recipe.values:
+        values = read_mapping(path)
+        if "stages" in values:
             raise ConfigError(f"{path} holds a pipeline; name one of its stages ({path}/STAGE), or use pipelines.run")
+        recipe = Recipe(values, str(path), task_of(values, str(path)))
     else:
         recipe = _stage_recipe(name)
     for override in overrides or ():
@@ -102,20 +103,24 @@ def _stage_recipe(name: str) -> Recipe:
     raise ConfigError(f"no recipe {name!r}: neither a file nor one of {', '.join(recipe_names())}")
 
 
-def keep_recipe(config: Config, output: Path) -> None:
-    """Writes the configuration of a run into its folder, or checks that the run in the folder has the same.
+def keep_recipe(values: Mapping[str, Any], output: Path) -> None:
+    """Writes what determines a run into its folder, or checks that the run in the folder has the same values.
+
+    Args:
+        values: a recipe with its task, or any other values that YAML holds.
+        output: the folder.
 
     Raises:
-        ConfigError: if the folder holds a run of another configuration; names the differences.
+        ConfigError: if the folder holds a run of other values; names the differences.
     """
     path = output / _KEPT
     output.mkdir(parents=True, exist_ok=True)
     new = output / f".config.{os.getpid()}"
-    new.write_text(yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False))
+    new.write_text(yaml.safe_dump(dict(values), sort_keys=False))
     try:
         os.link(new, path)  # atomic, because several processes may do this at the same time
     except FileExistsError:
-        changes = changes_since(output, config)
+        changes = changes_since(output, values)
         if changes:
             raise ConfigError(
                 f"{output} holds a run of another configuration: {'; '.join(changes)}. Choose another --output, or "
@@ -125,16 +130,16 @@ def keep_recipe(config: Config, output: Path) -> None:
         new.unlink()
 
 
-def changes_since(output: Path, config: Config) -> list[str]:
-    """Differences between a configuration and that of the run in a folder; none if the folder has no run."""
+def changes_since(output: Path, values: Mapping[str, Any]) -> list[str]:
+    """Differences of values from those of the run in a folder; none if the folder has no run."""
     path = output / _KEPT
     if not path.exists():
         return []
     try:
-        stored = type(config).parse(read_mapping(path), path)
+        stored = read_mapping(path)
     except ConfigError as error:
         return [str(error)]
-    return list(_differences(stored.model_dump(mode="json"), config.model_dump(mode="json"), ""))
+    return list(_differences(stored, dict(values), ""))
 
 
 def _differences(old: Any, new: Any, name: str) -> Iterator[str]:

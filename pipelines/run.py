@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -27,7 +26,6 @@ def main(
             help="Folder with one folder per stage; stages that are done are skipped.", show_default="runs/NAME"
         ),
     ] = None,
-    list_: Annotated[bool, typer.Option("--list", help="Show the stages and their state, and run nothing.")] = False,
     set_: Annotated[
         list[str] | None,
         typer.Option(
@@ -43,6 +41,8 @@ def main(
     `python -m pipelines.train --config NAME/STAGE --output runs/NAME/STAGE`.
     """
     from mac_rag.errors import ConfigError
+    from pipelines.checkpoints import finished_steps
+    from pipelines.tasks.registry import TASK_KINDS, run_task
 
     path = pipeline_file(pipeline)
     if path is None:
@@ -53,123 +53,57 @@ def main(
             "a pipeline runs in one process; for several, run each stage with torchrun -m pipelines.train"
         )
     folder = output or Path("runs") / (path.parent.name if path.stem == "pipeline" else path.stem)
-    runs = plan(read_stages(path, set_ or ()), folder)
-    if list_:
-        for run in runs:
-            say(f"{run.title} ({run.stage.task}): {run.state}")
-        return
-    check(runs)
-    for run in runs:
-        run_stage(run)
-    say(f"all {len(runs)} stages are done; the last one left {runs[-1].folder / 'last'}")
+    stages = read_stages(path, set_ or ())
+    recipes = [TASK_KINDS[stage.task].config.parse(stage.values, stage.where) for stage in stages]
+    check(stages, recipes, folder)
+    for number, (stage, recipe) in enumerate(zip(stages, recipes, strict=True), 1):
+        title = f"[{number}/{len(stages)}] {stage.name}"
+        if is_done(folder / stage.name):
+            say(f"{title}: done, skipped")
+            continue
+        steps = finished_steps(folder / stage.name)
+        say(f"{title} ({stage.task}): {f'goes on after step {steps}' if steps else 'to do'}")
+        began = time.perf_counter()
+        run_task(stage.task, recipe, folder / stage.name, title)
+        say(f"{title}: done after {(time.perf_counter() - began) / 60:.1f} minutes")
+    say(f"all {len(stages)} stages are done; the last one left {folder / stages[-1].name / 'last'}")
 
 
-@dataclass(frozen=True)
-class StageRun:
-    """A stage in the folder of its pipeline, with its validated recipe and its place, counted from 1."""
-
-    stage: Stage
-    number: int
-    count: int
-    recipe: Config
-    folder: Path
-
-    @property
-    def title(self) -> str:
-        return f"[{self.number}/{self.count}] {self.stage.name}"
-
-    @property
-    def done(self) -> bool:
-        """True if the stage is complete: a task writes `last/` at its end."""
-        return (self.folder / "last").exists()
-
-    @property
-    def changes(self) -> list[str]:
-        """Differences between its recipe and that of the run in its folder."""
-        from pipelines.recipe import changes_since
-
-        return changes_since(self.folder, self.recipe)
-
-    @property
-    def state(self) -> str:
-        from pipelines.checkpoints import finished_steps
-
-        trainer = getattr(self.recipe, "trainer", None)
-        if self.changes:
-            return f"begun with another configuration: {'; '.join(self.changes)}"
-        if self.done:
-            return "done"
-        if trainer is None or not self.folder.exists():
-            return "to do"
-        return f"step {finished_steps(self.folder)} of {trainer.steps}"
+def is_done(folder: Path) -> bool:
+    """True if the stage of a folder is complete: a task writes `last/` at its end."""
+    return (folder / "last").exists()
 
 
-def plan(stages: Sequence[Stage], folder: Path) -> list[StageRun]:
-    """The stages with their recipes, which are all validated before any stage runs.
-
-    Raises:
-        ConfigError: for an invalid recipe; it names the stage.
-    """
-    from pipelines.tasks.registry import TASK_KINDS
-
-    return [
-        StageRun(
-            stage,
-            number,
-            len(stages),
-            TASK_KINDS[stage.task].config.parse(stage.values, stage.where),
-            folder / stage.name,
-        )
-        for number, stage in enumerate(stages, 1)
-    ]
-
-
-def check(runs: Sequence[StageRun]) -> None:
-    """Checks that the runs in the folder belong to this pipeline.
+def check(stages: Sequence[Stage], recipes: Sequence[Config], folder: Path) -> None:
+    """Checks that the runs in the folder of a pipeline belong to it, before any stage runs.
 
     Raises:
         ConfigError: for a stage that has begun with another configuration, or before a stage that it starts from was
             done; it names the folders to delete.
     """
     from mac_rag.errors import ConfigError
+    from pipelines.recipe import changes_since
+    from pipelines.tasks.registry import kept_values
 
-    for run in runs:
-        later = [other for other in _built_on(run, runs) if other.folder.exists()]
-        if run.changes:
-            stale = " ".join(str(other.folder) for other in (run, *later))
+    for number, (stage, recipe) in enumerate(zip(stages, recipes, strict=True)):
+        built_on = {stage.name}
+        later = []
+        for other in stages[number + 1 :]:
+            if other.starts_from & built_on:
+                built_on.add(other.name)
+                later += [folder / other.name] if (folder / other.name).exists() else []
+        if changes := changes_since(folder / stage.name, kept_values(stage.task, recipe)):
+            stale = " ".join(map(str, (folder / stage.name, *later)))
             raise ConfigError(
-                f"{run.title} has begun with another configuration: {'; '.join(run.changes)}. Undo the change, choose "
-                f"another --output, or delete what depends on it: {stale}"
+                f"the stage {stage.name} has begun with another configuration: {'; '.join(changes)}. Undo the change, "
+                f"choose another --output, or delete what depends on it: {stale}"
             )
-        if later and not run.done:
-            stale = " ".join(str(other.folder) for other in later)
+        if later and not is_done(folder / stage.name):
+            stale = " ".join(map(str, later))
             raise ConfigError(
-                f"{run.title} is not done, but {later[0].stage.name}, which starts from it, has begun; delete {stale}"
+                f"the stage {stage.name} is not done, but {later[0].name}, which starts from it, has begun; delete "
+                f"{stale}"
             )
-
-
-def run_stage(run: StageRun) -> None:
-    """Runs a stage unless it is done, with a message."""
-    from pipelines.tasks.registry import run_task
-
-    if run.done:
-        say(f"{run.title}: done, skipped")
-        return
-    say(f"{run.title} ({run.stage.task}): {run.state}")
-    began = time.perf_counter()
-    run_task(run.stage.task, run.recipe, run.folder, run.title)
-    say(f"{run.title}: done after {(time.perf_counter() - began) / 60:.1f} minutes")
-
-
-def _built_on(run: StageRun, runs: Sequence[StageRun]) -> list[StageRun]:
-    """The later stages that start from a stage, directly or through others."""
-    names = {run.stage.name}
-    later = []
-    for other in runs[run.number :]:
-        if other.stage.starts_from & names:
-            names.add(other.stage.name)
-            later.append(other)
-    return later
 
 
 if __name__ == "__main__":

@@ -45,16 +45,15 @@ def main(
         bool,
         typer.Option(
             "--own-answers",
-            help="Keep all well-formed questions, with what the LM itself answers after the passage: for training by "
-            "distillation alone.",
+            help="Keep all well-formed questions, with what the LM itself answers after the passage: for training with "
+            "the LM as its own teacher.",
         ),
     ] = False,
-    seed: Annotated[int, typer.Option(help="Equal seeds ask about the same.")] = 0,
     tune: Annotated[
         Path | None,
         typer.Option(
             help="Then tune the LM to read these documents through its own keys and values, into this folder, by the "
-            "recipe my-lm-reading of pipelines.tune_reading: its best/ is the adapter of `mac-rag init`.",
+            "recipe my-lm-reading of pipelines.train: its best/ is the adapter of `mac-rag init`.",
             file_okay=False,
         ),
     ] = None,
@@ -73,7 +72,7 @@ def main(
         raise ConfigError(
             f"--tune trains an LM of transformers, and --lm is {lm!r}; leave --tune out, or name such an LM"
         )
-    report = study(documents, lm, output, per_passage=per_passage, limit=limit, own_answers=own_answers, seed=seed)
+    report = study(documents, lm, output, per_passage=per_passage, limit=limit, own_answers=own_answers)
     for table in report.tables():
         show_table(table)
     if not report.total.kept:
@@ -83,12 +82,10 @@ def main(
         f"{report.kept_standing:,} stand in their documents word for word"
     )
     if tune is not None:
-        from pipelines.recipe import load_recipe
-        from pipelines.tasks.registry import run_task
-        from pipelines.tasks.tune_reading import TuneReadingConfig
+        from pipelines.tasks.registry import load_task, run_task
 
         overrides = [f"base_lm.name={json.dumps(lm)}", f"data.path={json.dumps(str(output))}"]
-        run_task("tune_reading", load_recipe(TuneReadingConfig, "my-lm-reading", overrides), tune)
+        run_task(*load_task("my-lm-reading", overrides), tune)
         say(f"next: mac-rag init FOLDER --lm {lm} --adapter {tune / 'best'} --documents ...")
 
 

@@ -6,8 +6,6 @@ of what PyTorch counts, and activations within a factor of 1.5 of the measured p
 
 - A matrix of n weights takes 2 n FLOPs for each token, and attention of width d takes 4 d for each pair of tokens. The
   backward pass takes as much for the inputs, and again as much for weights that are trained.
-- Hours are of one H100 or H200, which no test has: a quarter of the peak of its dense matrices, and a millisecond for
-  each layer that a pass runs forward and backward, in which PyTorch starts its kernels.
 - A layer of width d whose feed-forward network is m wide keeps e (8 d + 4 m) + 16 d bytes of each token for its
   backward pass, where e is 2 in bf16 and 4 in fp32; attention that keeps its scores (T5), 12 for each score. With
   gradient checkpointing a layer keeps its input, 4 d bytes, and one layer at a time is computed again.
@@ -33,23 +31,19 @@ from mac_rag.lm.base_lm import BaseLM
 from mac_rag.lm.devices import DTYPES
 from mac_rag.lm.fetched import local_place
 from mac_rag.lm.loading import describe_first_layers, empty_backbone, loaded
-from mac_rag.lm.lora_tuning import make_trainable
 from mac_rag.lm.model_folders import pinned
 from mac_rag.model import AmortizedModel
 from mac_rag.model.factory import make_encoder
 from mac_rag.nn.amortization import EncoderDecoder, EncoderPooling
 from mac_rag.untrusted_files import read_json
-from pipelines.recomputation import transformer_layers
 from pipelines.tasks.train_config import TrainConfig
-from pipelines.tasks.tune_qa import LORA_RANK, TuneConfig
+from pipelines.tasks.tune_qa import LORA_RANK
 from pipelines.training_task import TrainerConfig
 
 QUESTION_TOKENS, ANSWER_TOKENS = 32, 8  # of a prompt without documents, and of an answer
 PARTS = ("base LM", "amortization network", "input encoder", "aggregation network", "modulation")
 BASE_LM, AMORTIZATION, INPUT, AGGREGATION, MODULATION = PARTS
 ARCHITECTURES = Path(__file__).with_name("architectures.json")  # sizes of the presets' LMs and encoders, as published
-RATES = {"bf16": 0.25 * 989e12, "fp32": 0.25 * 494e12}  # FLOPs a second; fp32 as TF32
-LAYER_SECONDS = 1e-3
 _BYTES = {"nf4": 0.5 + 4 / 64, "int8": 1.0}  # of a quantised weight: NF4 has a scale in fp32 for each 64
 
 
@@ -69,66 +63,6 @@ class Part:
     training: dict[str, int] = field(default_factory=dict)
     answering: dict[str, int] = field(default_factory=dict)
     flops: dict[str, int] = field(default_factory=lambda: {"step": 0, "document": 0, "question": 0})
-
-
-@dataclass(frozen=True)
-class Cost:
-    """What a run takes on one H100 or H200: most bytes at once, and hours."""
-
-    bytes: int
-    hours: float
-
-    def __add__(self, other: Cost) -> Cost:
-        return Cost(max(self.bytes, other.bytes), self.hours + other.hours)
-
-    def times(self, count: int) -> Cost:
-        return Cost(self.bytes, count * self.hours)
-
-    def __str__(self) -> str:
-        return f"{self.bytes / (1 << 30):.1f} GiB, {self.hours:.1f} h"
-
-
-def training_cost(recipe: TrainConfig) -> Cost:
-    """The cost of all steps of a recipe of `pipelines.train`; raises what `sizes_of` does."""
-    parts, trainer = list(sizes_of(recipe).values()), recipe.trainer
-    assert recipe.model is not None  # else there are no sizes
-    model = empty_model(recipe.model)
-    amortizations = 2 if recipe.backprop_dropout else 1  # with gradients and without
-    networks = [model.base_lm.model, model.input_encoder, *[model.amortization] * amortizations]
-    layers = sum(len(transformer_layers(network)) for network in networks) + recipe.model.aggregation.blocks
-    used = sum(sum(part.training.values()) for part in parts)
-    return Cost(used, _hours(sum(part.flops["step"] for part in parts), layers, trainer))
-
-
-def tuning_cost(recipe: TuneConfig, read: int = 512) -> Cost:
-    """The cost of all steps of a recipe of `pipelines.tune_qa`, after documents of `read` tokens, if it has any."""
-    trainer, context = recipe.trainer, recipe.context
-    described = architecture(recipe.base_lm.name, recipe.base_lm.revision)
-    with torch.device("meta"):
-        lm = AutoModelForCausalLM.from_config(described, dtype=DTYPES[recipe.base_lm.dtype], trust_remote_code=False)
-        make_trainable(lm, LORA_RANK if recipe.tune == "lora" else None)
-    changed = [weight for weight in lm.parameters() if weight.requires_grad]
-    part = Part()
-    _optimize(part, changed, sum(weight.nbytes for weight in lm.parameters()), trainer)
-    number, asked = 2 if trainer.precision == "bf16" else 4, QUESTION_TOKENS + ANSWER_TOKENS
-    numbers_of_documents = context.k if context.retriever != "none" else (0,)
-    lengths = [min(asked + read * count, recipe.sequence_length) for count in numbers_of_documents]
-    again, rows = trainer.gradient_checkpointing, trainer.batch_size * recipe.questions_per_context
-    head = described.hidden_size * described.vocab_size
-    costs = []
-    for length in lengths:
-        flops, kept = _layers(described, _matrices(lm) - head, length, length, number, again)
-        logits = length * described.vocab_size * (number + 8)
-        costs.append(((flops + 2 * head * length) * (2 + (recipe.tune == "full") + again), kept + logits))
-    flops = trainer.accumulate * rows * sum(flops for flops, _ in costs) // len(costs)
-    kept = rows * max(kept for _, kept in costs)
-    return Cost(sum(part.training.values()) + kept, _hours(flops, len(transformer_layers(lm)), trainer))
-
-
-def _hours(flops: int, layers: int, trainer: TrainerConfig) -> float:
-    """Hours of all steps, of which each has so many FLOPs, and each pass runs so many layers."""
-    started = trainer.accumulate * layers * LAYER_SECONDS
-    return trainer.steps * max(flops / RATES[trainer.precision], started) / 3600
 
 
 def architecture(name: str, revision: str | None = None) -> Any:
@@ -274,8 +208,8 @@ def _train(model: AmortizedModel, parts: dict[str, Part], recipe: TrainConfig) -
     add(AGGREGATION, 3 * (rows * projecting + questions * asking), kept)
     # For each term of the loss: number of rows, tokens of their prompts, one of which is drawn, and of their target.
     after_documents = (questions, [QUESTION_TOKENS + count * read for count in retrieved], ANSWER_TOKENS)
-    passes = [after_documents] * (bool(losses.answer) + bool(losses.aggregated_distillation))
-    passes += [(questions, [QUESTION_TOKENS], ANSWER_TOKENS)] * (bool(losses.direct) + bool(losses.distillation))
+    passes = [after_documents] * bool(losses.answer)
+    passes += [(questions, [QUESTION_TOKENS], ANSWER_TOKENS)] * bool(losses.direct)
     passes += [(documents, [1], read)] * bool(losses.reconstruction)
     for count, prompts, answer in passes:
         lengths = [model.config.tokens_in_prompt + min(prompt + answer, model.context_window) for prompt in prompts]
@@ -283,8 +217,6 @@ def _train(model: AmortizedModel, parts: dict[str, Part], recipe: TrainConfig) -
         flops, kept = sum(flops for flops, _ in each) // len(each), max(kept for _, kept in each)
         add(BASE_LM, count * (2 + (recipe.tune_base_lm == "full") + again) * flops, count * kept)
         add(MODULATION, count * 3 * parts[MODULATION].flops["question"], 0)
-    if losses.distillation or losses.aggregated_distillation:  # the teacher reads the documents
-        add(BASE_LM, questions * _lm(model, QUESTION_TOKENS + read, ANSWER_TOKENS, number)[0], 0)
 
 
 def _answer(model: AmortizedModel, parts: dict[str, Part], documents: int, questions: int, context: int) -> None:

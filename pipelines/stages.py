@@ -34,7 +34,7 @@ C = TypeVar("C", bound=Config)
 
 RECIPES = Path(__file__).parent / "recipes"
 # The tasks of `pipelines.tasks.registry`.
-TASKS = ("pretrain", "tune_qa", "tune_reading", "train", "tune_prior", "fit_recency", "add_lexical")
+TASKS = ("pretrain", "tune_qa", "tune_reading", "train", "tune_prior", "fit_recency")
 _STAGE_NAME = re.compile(r"[a-z0-9][a-z0-9_-]*")
 _REFERENCE = re.compile(r"\$\{stages\.([^}]*)\}/(?:best|last)")
 _EVERY_STAGE = "*"
@@ -93,12 +93,23 @@ def read_stages(path: Path, overrides: Sequence[str] = ()) -> list[Stage]:
         where = f"{path}, stage {name}"
         if not isinstance(name, str) or not _STAGE_NAME.fullmatch(name):
             raise ConfigError(f"{where}: a name has lower-case letters, digits, - and _, and becomes a folder's")
-        if not isinstance(stage, dict) or stage.get("task") not in TASKS:
-            raise ConfigError(f"{where}: give it a task, one of {', '.join(TASKS)}")
-        recipe = {key: value for key, value in stage.items() if key != "task"}
+        recipe = dict(stage) if isinstance(stage, dict) else {}
+        task = task_of(recipe, where)
         _check_references(recipe, [earlier.name for earlier in read], where)
-        read.append(Stage(name, stage["task"], recipe, where))
+        read.append(Stage(name, task, recipe, where))
     return read
+
+
+def task_of(recipe: dict[str, Any], where: str) -> str:
+    """Takes the task out of a recipe.
+
+    Raises:
+        ConfigError: if there is none, or an unknown one; names the recipe (`where`) and the tasks.
+    """
+    task = recipe.pop("task", None)
+    if task not in TASKS:
+        raise ConfigError(f"{where}: give it a task, one of {', '.join(TASKS)}; it has {task!r:.80}")
+    return str(task)
 
 
 def with_stage_folders(config: C, folder: Path) -> C:

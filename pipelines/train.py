@@ -1,21 +1,22 @@
-"""Meta-trains MAC: `python -m pipelines.train --help`."""
+"""Trains by a recipe, whatever its task: `python -m pipelines.train --help`."""
 
 from __future__ import annotations
 
 from mac_rag.cli.run import run_command
-from pipelines.recipe import ConfigOption, OutputOption, SetOption, load_recipe
+from pipelines.recipe import ConfigOption, OutputOption, SetOption
 
 
 def main(config: ConfigOption, output: OutputOption, set_: SetOption = None) -> None:
-    """Meta-train the amortization, input and aggregation networks around an LM, which is frozen or trained jointly.
+    """Train by a recipe, whose task says what: MAC's networks around an LM, or the LM for questions or for reading.
 
-    best/ and last/ in the output folder are MAC checkpoints: `MACModel.from_pretrained("OUTPUT/best")`. With several
-    processes: `torchrun --nproc_per_node N -m pipelines.train ...`
+    best/ and last/ in the output folder are what the task trains: a MAC checkpoint for `MACModel.from_pretrained`, a
+    Hugging Face model folder, or, of tune_reading, a PEFT adapter for `mac-rag init`. With several processes: `torchrun
+    --nproc_per_node N -m pipelines.train ...`
     """
-    from pipelines.tasks.registry import run_task
-    from pipelines.tasks.train_config import TrainConfig
+    from pipelines.tasks.registry import load_task, run_task
 
-    run_task("train", load_recipe(TrainConfig, config, set_), output)
+    task, recipe = load_task(config, set_)
+    run_task(task, recipe, output)
 
 
 if __name__ == "__main__":

@@ -32,9 +32,9 @@ from pipelines.averaging import WeightMean
 from pipelines.checkpoints import Checkpoints, Progress, logged_until, optimizer_tensors
 from pipelines.recomputation import recompute_activations
 from pipelines.sharding import ShardedTask
-from pipelines.training_task import Task, TrainerConfig, mixed, shuffled
+from pipelines.training_task import Task, TrainerConfig, TrainingRecipe, mixed, shuffled
 
-__all__ = ["Task", "Trainer", "TrainerConfig", "shuffled"]
+__all__ = ["Task", "Trainer", "TrainerConfig", "TrainingRecipe", "shuffled"]
 
 
 class Trainer:

@@ -102,6 +102,12 @@ class TrainerConfig(Config):
         return 1.0
 
 
+class TrainingRecipe(Config):
+    """Base of the recipes of tasks that train."""
+
+    trainer: TrainerConfig
+
+
 class Task(nn.Module, ABC):
     """A model with its data, losses and validation; a module, so that data-parallel wrappers see its forward pass.
 

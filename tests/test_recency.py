@@ -187,13 +187,17 @@ def test_training_learns_the_term_from_the_dates_of_a_batch(loaded_tiny_model: M
     assert all(not torch.allclose(undated[name], terms[name]) for name in ("answer", "contrastive"))
 
 
-def test_fitting_changes_nothing_else_and_lowers_the_loss(loaded_tiny_model: MACModel) -> None:
+def test_fitting_changes_nothing_else_and_lowers_the_loss(
+    loaded_tiny_model: MACModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = with_recency_term(copy_of(loaded_tiny_model))
     before = {name: value.clone() for name, value in model.state_dict().items()}
     stories = generate("train", 40, update_rate=1.0)
     keys = prior_keys_of(model, stories)
-    first = fit_recency(model, stories, keys, steps=1, batch_size=64, learning_rate=1e-9)
-    assert fit_recency(model, stories, keys, steps=60, batch_size=64) < first - 0.01
+    monkeypatch.setattr("pipelines.tasks.fit_recency._STEPS", 1)
+    first = fit_recency(model, stories, keys)  # the loss before its one step
+    monkeypatch.setattr("pipelines.tasks.fit_recency._STEPS", 60)
+    assert fit_recency(model, stories, keys) < first - 0.01
     changed = {name for name, value in model.state_dict().items() if not torch.equal(value, before[name])}
     assert changed == {f"aggregation.recency.{name}" for name in ("strength", "alike", "about", "bias")}
     undated = [Document(one.id, one.text) for one in stories.documents]
@@ -207,6 +211,9 @@ def test_it_is_fitted_to_documents_longer_than_the_model_reads(loaded_tiny_model
     config = json.loads((short / "config.json").read_text())
     (short / "config.json").write_text(json.dumps({**config, "max_document_tokens": longest}))
     stories = FitRecencyConfig(start_from=str(short), data=DataConfig(documents=6), store_dtype="int8")
-    assert max(len(loaded_tiny_model.amortization.ids(one.text)) for one in stories.dataset().documents) > longest
+    assert (
+        max(len(loaded_tiny_model.amortization.ids(one.text)) for one in stories.data.training_set().documents)
+        > longest
+    )
     write_fitted(stories, tmp_path)
     assert MACModel.from_pretrained(tmp_path / "last").aggregation.recency is not None

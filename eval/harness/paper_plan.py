@@ -11,7 +11,6 @@ import re
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
 from pathlib import Path
 from typing import Literal
 
@@ -21,10 +20,7 @@ from mac_rag.config import Config
 from mac_rag.errors import ConfigError, DataError
 from mac_rag.model.presets import PAPER, PRESETS, preset
 from mac_rag.untrusted_files import read_json
-from pipelines.recipe import load_recipe, read_recipe
-from pipelines.sizes import Cost, training_cost, tuning_cost
-from pipelines.tasks.train_config import TrainConfig
-from pipelines.tasks.tune_qa import TuneConfig
+from pipelines.recipe import read_recipe
 
 DATASETS = ("streamingqa", "squad", "archivalqa")
 LARGEST = "runs/llama2-7b/train-joint/best"  # trained with memory and retrieved documents
@@ -100,29 +96,12 @@ class TrainedModel:
             values.append(f"base_lm.name={self.starts_from.path}")
         return tuple(values)
 
-    def cost(self, *changes: str) -> Cost:
-        """Bytes and hours of its training on one large GPU; `changes` are further values as `--set` takes them."""
-        whole, steps = _cost(self.task, self.recipe, changes)
-        values = dict(value.split("=", 1) for value in self.overrides(Path("data")))
-        return Cost(whole.bytes, whole.hours * int(values.get("trainer.steps", steps)) / steps)
-
     def command(self, data: Path) -> str:
         """The command line that trains it on the data set in a folder."""
-        words = ["python", "-m", f"pipelines.{self.task}", "--config", self.recipe, "--output", self.folder]
+        words = ["python", "-m", "pipelines.train", "--config", self.recipe, "--output", self.folder]
         for value in self.overrides(data):
             words += ["--set", value]
         return shlex.join(words)
-
-
-@cache
-def _cost(task: str, recipe: str, changes: tuple[str, ...]) -> tuple[Cost, int]:
-    """The cost of a recipe on its own data set, and its steps."""
-    values = ["data.path=data", *changes]
-    if task == "tune_qa":
-        tuning = load_recipe(TuneConfig, recipe, values)
-        return tuning_cost(tuning), tuning.trainer.steps
-    training = load_recipe(TrainConfig, recipe, values)
-    return training_cost(training), training.trainer.steps
 
 
 def tuned_lm(name: str, dataset: str) -> TrainedModel | None:

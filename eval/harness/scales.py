@@ -2,7 +2,7 @@
 
 There are no published checkpoints of the paper's models. `runs/<preset>/train/best` is what
 `python -m pipelines.train --config <preset>/train --output runs/<preset>/train --set
-base_lm.name=runs/<preset>/tune_qa/best` leaves, and `runs/<preset>/tune_qa/best` what `pipelines.tune_qa` leaves in the
+base_lm.name=runs/<preset>/tune_qa/best` leaves, and `runs/<preset>/tune_qa/best` what `<preset>/tune_qa` leaves in the
 same way. `python -m eval.paper --scale paper --dry-run` lists all of these commands.
 """
 
@@ -79,7 +79,7 @@ TINY_SCALE: dict[str, Setup] = {
     "quantization": Setup("mac-tiny", 256),
     "conflict": Setup("mac-tiny", 1665, 128),
 }
-# GPT2-XL, tuned by pipelines.tune_qa. MAC is trained around it in 4 bit; the baselines update it without quantisation.
+# GPT2-XL, tuned by gpt2-xl/tune_qa. MAC is trained around it in 4 bit; the baselines update it without quantisation.
 _XL = "runs/gpt2-xl/tune_qa/best"
 # The models of the paper's tables and figures, and its streams of 1,665 documents.
 PAPER_SCALE: dict[str, Setup] = {

@@ -37,10 +37,9 @@ from mac_rag.model import AmortizedModel
 from mac_rag.model.checkpoint import find, read_config
 from mac_rag.model.presets import PAPER, merged, preset
 from mac_rag.progress import progress_bar
-from pipelines.recipe import keep_recipe, load_recipe
-from pipelines.tasks.train import TrainTask
+from pipelines.recipe import load_recipe
+from pipelines.tasks.registry import run_task
 from pipelines.tasks.train_config import TrainConfig
-from pipelines.trainer import Trainer
 
 Part = Literal["amortization", "aggregation", "modulation"]
 STEPS = 250  # about a minute on one core
@@ -199,8 +198,7 @@ def trained(recipe: TrainConfig, runs: Path) -> AmortizedModel:
     place = runs / _digest(recipe.model_dump_json())
     with locked(place):
         if not (place / "last").exists():
-            keep_recipe(recipe, place)
-            Trainer(TrainTask(recipe), recipe.trainer, place).run()
+            run_task("train", recipe, place)
     return AmortizedModel.from_pretrained(place / "best")
 
 

@@ -32,7 +32,9 @@ def init(
     ] = "20",
     adapter: Annotated[
         Path | None,
-        typer.Option(help="Folder best or last of `python -m pipelines.tune_reading`.", file_okay=False),
+        typer.Option(
+            help="Folder best or last of `python -m pipelines.train` with a recipe of tune_reading.", file_okay=False
+        ),
     ] = None,
     sentence_encoder: Annotated[
         str,

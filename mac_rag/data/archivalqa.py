@@ -1,7 +1,7 @@
 """The paper's two streams of news in CSV files: StreamingQA, and ArchivalQA-Seq with dated paragraphs.
 
 `pipelines.prepare_archivalqa` makes ArchivalQA's files from the public questions and a user's own copy of the articles.
-`pipelines.make_newswire` writes generated news with the same columns.
+`write_archivalqa` writes any data set with the same columns.
 """
 
 from __future__ import annotations

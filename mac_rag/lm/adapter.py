@@ -55,7 +55,8 @@ class Adapter:
             adapter._apply(lm)
         except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
             raise ModelLoadError(
-                f"{folder} holds no adapter of this LM: {error}; make one for it (python -m pipelines.tune_reading)"
+                f"{folder} holds no adapter of this LM: {error}; train one for it (python -m pipelines.train --config "
+                "my-lm-reading)"
             ) from None
         return adapter
 
@@ -66,7 +67,7 @@ class Adapter:
         tensors = {name.removeprefix(_PREFIX): each.to(dtype) for name, each in load_file(folder / WEIGHTS).items()}
         names = sorted(name.removesuffix(_DOWN) for name in tensors if name.endswith(_DOWN))
         if not plain or tensors.keys() != {name + part for name in names for part in (_DOWN, _UP)}:
-            raise ValueError("it is of another kind than those of pipelines.tune_reading")
+            raise ValueError("it is of another kind than those of the task tune_reading")
         updates = {name: (tensors[name + _DOWN], tensors[name + _UP]) for name in names}
         ranks = {len(down) for down, _ in updates.values()}
         if ranks != {told["r"]}:

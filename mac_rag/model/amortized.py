@@ -13,7 +13,7 @@ from typing import Self
 import torch
 from torch import Tensor, nn
 
-from mac_rag.config import CUTOFFS, ExtractiveConfig, MACConfig
+from mac_rag.config import CUTOFFS, MACConfig
 from mac_rag.data.dates import LAST, named_in
 from mac_rag.errors import BankError, ConfigError
 from mac_rag.lm.attention_sink import sink_keys_values
@@ -442,7 +442,7 @@ class AmortizedModel(MACModel, kind=checkpoint.AMORTIZED, config_class=MACConfig
         return [count * self.config.tokens for count in heard_slots(phi, self.config.tokens).tolist()]
 
     @property
-    def _extractive(self) -> ExtractiveConfig | None:
+    def _extractive(self) -> tuple[str, ...] | None:
         return self.config.extractive
 
     @torch.no_grad()

@@ -13,7 +13,7 @@ from typing import Any, ClassVar, Literal, Protocol, Self, TypeVar
 import torch
 from torch import Tensor, nn
 
-from mac_rag.config import BaseLMConfig, Config, ExtractiveConfig, PromptFormat
+from mac_rag.config import BaseLMConfig, Config, PromptFormat
 from mac_rag.data.characters import fault_of, shown
 from mac_rag.data.types import Decoded, Document
 from mac_rag.errors import ConfigError, DocumentError, ModelLoadError, PromptError
@@ -188,7 +188,7 @@ class MACModel(nn.Module, ABC):
             documents: documents like those that the memory will hold, to fit a codec to; 20,000 tokens are advised.
             compression: how many times smaller than its keys and values, in 16 bits, a document is in a bank; None
                 keeps them as they are. Without documents, only None.
-            adapter: folder `best` or `last` of a run of `pipelines.tune_reading` for this LM; None for the LM as it is.
+            adapter: folder `best` or `last` of a run of the task `tune_reading` for this LM; None for the LM as it is.
             sentence_encoder: compares questions with documents, beside BM25, by a name that
                 `mac_rag.retrieval.registry.make_encoder` knows; None for BM25 alone.
             device: device of the LM; None for a GPU if there is one, else the CPU.
@@ -326,8 +326,8 @@ class MACModel(nn.Module, ABC):
         return prompt.ids
 
     @property
-    def _extractive(self) -> ExtractiveConfig | None:
-        """Keeps answers to spans of the documents in front of the question; None for free answers, the default."""
+    def _extractive(self) -> tuple[str, ...] | None:
+        """Fixed answers beside spans of the documents in front of the question; None for free answers, the default."""
         return None
 
     @property
@@ -586,8 +586,7 @@ class MACModel(nn.Module, ABC):
     @property
     def _fixed_answers(self) -> list[SpanSource]:
         """The answers that are possible after any document."""
-        prompts, extractive = self.base_lm.prompts, self._extractive
-        texts = () if extractive is None else extractive.fixed_answers
+        prompts, texts = self.base_lm.prompts, self._extractive or ()
         if prompts.format.abstention is not None:
             texts = (*texts, prompts.format.abstention)
         ids = [list(takewhile(lambda token: token not in prompts.end_tokens, prompts.answer(text))) for text in texts]

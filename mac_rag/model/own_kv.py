@@ -9,7 +9,7 @@ Without training and codec, one document in memory gives the same answer as its 
 
 config.json          the configuration; the LM is named there, with its revision and digest
 codec.safetensors    the codec, if there is one
-adapter/             low-rank updates of the LM, if it was tuned (`pipelines.tune_reading`)
+adapter/             low-rank updates of the LM, if it was tuned (the task `tune_reading` of `pipelines.train`)
 """
 
 from __future__ import annotations
@@ -619,7 +619,7 @@ def _loaded(lm: str | Path | BaseLMConfig | tuple[Any, Any], device: torch.devic
 
 
 def _reading(folder: Path, prompt: PromptFormat) -> dict[str, Any]:
-    """What `pipelines.tune_reading` has written beside its updates; `prompt` is the format of an LM without them.
+    """What the task `tune_reading` has written beside its updates; `prompt` is the format of an LM without them.
 
     Raises:
         ModelLoadError: if it is not there.
@@ -631,5 +631,5 @@ def _reading(folder: Path, prompt: PromptFormat) -> dict[str, Any]:
     except (OSError, KeyError, TypeError, ValueError, MACError) as error:
         raise ModelLoadError(
             f"{folder} holds no {READING} of an adapter: {error}; give the folder best or last of a run of "
-            "pipelines.tune_reading"
+            "pipelines.train whose task is tune_reading"
         ) from None

@@ -33,8 +33,7 @@ def within_limits(data: QADataset, model: AmortizedModel, *, reconstruction: boo
     for question in data.questions:
         try:
             model.input_encoder.ids(question.question)
-            answer = len(prompts.answer(question.answers[0])) if question.answers else model.config.max_new_tokens
-            used = len(prompts.prompt(question.question)) + answer
+            used = len(prompts.prompt(question.question)) + len(prompts.answer(question.answers[0]))
         except DocumentError as error:
             raise DataError(f"question {shown_id(question.id)}: {error}") from None
         if used > window:

@@ -82,8 +82,8 @@ class DataConfig(Config):
             raise ValueError(f"path is missing: give the place of the files of {self.name}, --set data.path=FOLDER")
         return self
 
-    def training_set(self, *, unanswered: bool = False) -> QADataset:
-        """The documents and questions to train on; with `unanswered`, also questions without answers.
+    def training_set(self) -> QADataset:
+        """The documents and questions to train on.
 
         Raises:
             ConfigError: see `load_dataset`.
@@ -95,7 +95,7 @@ class DataConfig(Config):
             )
         splits = (self.train,) if isinstance(self.train, str) else self.train
         most = self.documents if self.name in _MADE else None
-        data = _usable(joined([self.load(split, documents=most, unanswered=unanswered) for split in splits]))
+        data = _usable(joined([self.load(split, documents=most) for split in splits]))
         if self.unlike is None:
             return data
         held_out = {comparable(q.question) for q in self.load(self.unlike, unanswered=True).questions}
@@ -109,9 +109,9 @@ class DataConfig(Config):
             raise ValueError("train must name a split")
         return train
 
-    def validation_set(self, *, unanswered: bool = False) -> QADataset:
-        """The documents and questions to validate on; arguments and errors are those of `training_set`."""
-        return _usable(self.load(self.val, documents=self.validation_documents, unanswered=unanswered))
+    def validation_set(self) -> QADataset:
+        """The documents and questions to validate on; errors are those of `training_set`."""
+        return _usable(self.load(self.val, documents=self.validation_documents))
 
     def load(self, split: str, *, documents: int | None = None, unanswered: bool = False) -> QADataset:
         """One split of the data set; see `load_dataset`."""
@@ -124,6 +124,12 @@ class DataConfig(Config):
         return load_dataset(
             self.name, split, self.path, documents=documents, columns=self.columns, unanswered=unanswered
         )
+
+
+class DataRecipe(Config):
+    """Base of the recipes of tasks that read documents and questions."""
+
+    data: DataConfig = DataConfig()
 
 
 def _usable(data: QADataset) -> QADataset:

@@ -8,11 +8,6 @@ find it.
 If the prefix has an attention sink, the LM reads the text after the sink, and keys are predicted before rotation.
 
 A memory that is a part of the LM's prompt yields the LM's states at its entry layer instead.
-
-Slots of phi* get first marks: the less probable the document prior holds a slot's document, the fainter it is. Without
-marks the LM reads the tokens of all slots alike, and documents that do not answer drown the one that does. A mark can
-turn keys away from the LM's queries. It is fitted by gradient descent: after all slots the LM is to predict the answers
-as it does after the first one alone. A slot's content stays, and training can make it louder.
 """
 
 from __future__ import annotations
@@ -34,7 +29,6 @@ from mac_rag.lm.attention_sink import key_rotation
 from mac_rag.model import AmortizedModel
 from mac_rag.nn.amortization import EncoderPooling
 from mac_rag.nn.cross_attention import CrossAttentionBlock
-from mac_rag.nn.memory_slots import RankedSlots
 from mac_rag.nn.memory_tokens import MemoryTokens
 from mac_rag.nn.modulation import ModulationNetwork, PrefixModulation, PrefixTuning, PromptTuning
 from mac_rag.nn.prior import DocumentPrior
@@ -46,10 +40,6 @@ _SCALES = (5.0, 10.0, 15.0, 20.0, 30.0, 40.0)  # candidates for the document pri
 _WORD_REACH = 0.2  # standard deviation of a memory token's attention, in stretches, at which it is one word's state
 _BATCH = 4096  # tokens that an encoder reads at once
 _RIDGE = 1e-4  # ridge penalty, as a share of the inputs' mean square
-# Of the fit of slots' marks: questions, questions at a time, passes over them, and the optimizer's rate.
-_MARK_QUESTIONS, _MARK_BATCH, _MARK_PASSES, _MARK_RATE = 128, 32, 20, 3e-3
-_ENOUGH = 0.1  # share of the divergence without marks at which the slots are quiet enough
-_UNANSWERED = 40  # characters of its document that are predicted after a question without an answer
 
 
 class _Start(NamedTuple):
@@ -139,8 +129,6 @@ def init_by_kv_regression(model: AmortizedModel, data: QADataset) -> None:
             linear.weight.add_(linear.weight @ along, alpha=start.sharp - 1)
         if block.prior_scale is not None:
             block.prior_scale.fill_(start.prior_scale)
-    if isinstance(prefix, PrefixTuning):  # tokens in a prompt see the question, and need no marks
-        fit_slot_marks(model, data)
     model.train(training)
 
 
@@ -281,59 +269,6 @@ def _fit_prior(prior: DocumentPrior, questions: MemoryTokens, phi: MemoryTokens)
     own = torch.arange(len(cosines), device=cosines.device)
     losses = {scale: float(functional.cross_entropy(scale * cosines, own)) for scale in _SCALES}
     prior.log_scale.fill_(math.log(min(losses, key=losses.__getitem__)))
-
-
-@torch.no_grad()
-def fit_slot_marks(model: AmortizedModel, data: QADataset) -> None:
-    """Fits the mark of faintness of a model's slots in place; a model without slots stays as it is.
-
-    The model is in evaluation mode, and the LM can read its memory tokens. Some documents of the training set are used,
-    with a question of each.
-    """
-    slots, prompts = model.aggregation.slots, model.base_lm.prompts
-    if slots is None:
-        return
-    known = data.questions_by_document()
-    pairs = [(document, question) for document in data.documents for question in known[document.id][:1]]
-    pairs = pairs[:: -(-len(pairs) // _MARK_QUESTIONS)]
-    bank = model.aggregation.project(
-        MemoryTokens.cat([model.amortization([model.amortization.ids(document.text)]) for document, _ in pairs])
-    )
-    encoded = model.input_encoder([model.input_encoder.ids(question.question) for _, question in pairs])
-    cutoff, slots.cutoff = slots.cutoff, None  # as in training, the LM hears all slots
-    by_slot = model.aggregation(encoded, bank)[0].unflatten(1, (slots.count, -1))
-    ranked = slots.ranked(slots.first(model.aggregation.prior_scores(encoded, bank)))
-    slots.cutoff = cutoff
-    questions = [prompts.prompt(question.question) for _, question in pairs]
-    answers = [prompts.answer((q.answers or [d.text[:_UNANSWERED]])[0]) for d, q in pairs]
-    batches = [slice(first, first + _MARK_BATCH) for first in range(0, len(pairs), _MARK_BATCH)]
-
-    def predictions(part: slice, phi: Tensor) -> Tensor:
-        return (
-            model.base_lm.answer_logits(questions[part], answers[part], model.modulation(phi)).float().log_softmax(-1)
-        )
-
-    def divergence(part: slice, expected: Tensor) -> Tensor:
-        of_part = RankedSlots(ranked.scores[part], ranked.left_out[part])
-        found = predictions(part, slots.marked(by_slot[part].flatten(0, 1), of_part))
-        return functional.kl_div(found, expected, log_target=True, reduction="batchmean")
-
-    targets = [(part, predictions(part, by_slot[part, 0])) for part in batches]
-    enough = _ENOUGH * sum(float(divergence(*target)) for target in targets)
-    optimizer = torch.optim.Adam([slots.faint], lr=_MARK_RATE)
-    with _progress_bar("fit the marks of slots", _MARK_PASSES) as bar:
-        for _ in range(_MARK_PASSES):
-            total = 0.0
-            for target in targets:
-                with torch.enable_grad():
-                    loss = divergence(*target)
-                    slots.faint.grad = torch.autograd.grad(loss, slots.faint)[0]
-                optimizer.step()
-                total += float(loss)
-            bar.advance()
-            if total <= enough:
-                break
-    slots.faint.grad = None
 
 
 class Ridge:

@@ -9,22 +9,26 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from pydantic import Field
 from torch import Tensor
 from torch.nn import functional
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from mac_rag.config import Config, PromptFormat
+from mac_rag.config import PromptFormat
 from mac_rag.data.newswire.generate import generate
 from mac_rag.data.types import Document
 from mac_rag.lm.batching import pad_rows
 from mac_rag.lm.loading import quiet
 from mac_rag.lm.prompt import PromptEncoder
 from pipelines.tasks.open_book import reading_scores
-from pipelines.trainer import Task, TrainerConfig, shuffled
+from pipelines.trainer import Task, TrainingRecipe, shuffled
 
+_DOCUMENTS, _VALIDATION_DOCUMENTS = 100_000, 256  # generated, to train on and to validate on
 _TOKENIZER_DOCUMENTS = 20_000  # documents that the tokenizer is learned from, at most
 _COPIED = 4, 24  # fewest and most random tokens that are repeated: as long as the answers, and some more
+# First steps on random tokens, repeated once. Only copying predicts them: within two minutes they teach a small LM what
+# answering from a document needs, which documents teach it far later.
+_COPY_STEPS = 1500
+_LENGTH = 224  # of a training sequence in tokens: a story with its questions
 _POSITIONS = 1024  # longest sequence in tokens: rotary positions cost nothing, and prompts stay below it
 _SEED = 0  # of the generated documents
 _VALIDATION_BATCH = 32
@@ -33,25 +37,11 @@ _WIDTH, _LAYERS, _HEADS, _VOCABULARY = 128, 4, 4, 2048
 _INNER_WIDTH = 32 * -(-_WIDTH // 12)  # of the feed-forward networks: 8/3 of the width, as in Llama, a multiple of 32
 
 
-class PretrainConfig(Config):
-    """A recipe of `pipelines.pretrain`.
-
-    Attributes:
-        documents: number of generated documents to train on.
-        copy_steps: number of first steps on random tokens, repeated once. Only copying predicts them: within minutes
-            they teach a small LM what answering from a document needs, which documents teach it far later.
-        sequence_length: longest sequence in tokens.
-        validation_documents: number of held-out documents.
-    """
-
-    documents: int = Field(100_000, ge=1)
-    copy_steps: int = Field(0, ge=0)
-    sequence_length: int = Field(256, ge=16)
-    validation_documents: int = Field(256, ge=1)
-    trainer: TrainerConfig
+class PretrainConfig(TrainingRecipe):
+    """A recipe of the task `pretrain`, which makes one LM: its sizes and its data are fixed above."""
 
 
-def train_tokenizer(config: PretrainConfig) -> PreTrainedTokenizerFast:
+def train_tokenizer() -> PreTrainedTokenizerFast:
     """Learns a byte-level BPE that starts every text with `<s>` and cuts numbers into groups of at most three digits.
 
     Each group is one token: a small LM learns to copy one token long before it learns to copy digit by digit.
@@ -70,7 +60,7 @@ def train_tokenizer(config: PretrainConfig) -> PreTrainedTokenizerFast:
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    tokenizer.train_from_iterator(_tokenizer_texts(config.documents), trainer)
+    tokenizer.train_from_iterator(_tokenizer_texts(), trainer)
     tokenizer.add_tokens([f"{number:0{digits}d}" for digits in (3, 2) for number in range(10**digits)])
     tokenizer.post_processor = processors.TemplateProcessing(
         single="<s> $A", pair="<s> $A $B", special_tokens=[("<s>", tokenizer.token_to_id("<s>"))]
@@ -80,10 +70,10 @@ def train_tokenizer(config: PretrainConfig) -> PreTrainedTokenizerFast:
     )
 
 
-def _tokenizer_texts(documents: int) -> Iterator[str]:
+def _tokenizer_texts() -> Iterator[str]:
     """The texts from which the tokenizer learns its vocabulary."""
     prompt = PromptFormat()
-    data = generate("train", min(documents, _TOKENIZER_DOCUMENTS), seed=_SEED, questions_per_document=2)
+    data = generate("train", min(_DOCUMENTS, _TOKENIZER_DOCUMENTS), seed=_SEED, questions_per_document=2)
     yield from (prompt.document.format(document=document.text) for document in data.documents)
     yield from (prompt.question.format(question=question.question) for question in data.questions)
 
@@ -99,7 +89,7 @@ class PretrainTask(Task):
         self.config = config
         folder = output / "tokenizer"
         if not folder.exists():
-            train_tokenizer(config).save_pretrained(folder)
+            train_tokenizer().save_pretrained(folder)
         self.tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
         self.encoder = PromptEncoder(self.tokenizer)
         torch.manual_seed(config.trainer.seed)
@@ -125,19 +115,18 @@ class PretrainTask(Task):
         torch.nn.init.normal_(embeddings.weight, std=_WIDTH**-0.5)
         self._training, self._held_out = (
             generate(split, count, seed=_SEED, questions_per_document=4)
-            for split, count in (("train", config.documents), ("val", config.validation_documents))
+            for split, count in (("train", _DOCUMENTS), ("val", _VALIDATION_DOCUMENTS))
         )
         self._questions = self._training.questions_by_document() | self._held_out.questions_by_document()
 
     def batch(self, step: int, micro: int, size: int) -> tuple[Tensor, Tensor]:
         """Token ids `[B, L]` and targets `[B, L]`, which are -100 where there is no loss."""
-        copy_steps = self.config.copy_steps
-        if step < copy_steps:
+        if step < _COPY_STEPS:
             return self._copies(size)
         per_step = size * self.passes
         seed = self.config.trainer.seed
         documents = self._training.documents
-        indices = shuffled(len(documents), step - copy_steps, micro, size, seed=seed, per_step=per_step)
+        indices = shuffled(len(documents), step - _COPY_STEPS, micro, size, seed=seed, per_step=per_step)
         first = step * per_step + micro * size
         return self._padded([self._sequence(documents[i], first + n) for n, i in enumerate(indices)])
 
@@ -146,7 +135,7 @@ class PretrainTask(Task):
 
         Such sequences teach an LM to answer from the text before the question, several times for each document.
         """
-        ids, length = self.encoder.prompt_start([document.text]), self.config.sequence_length
+        ids, length = self.encoder.prompt_start([document.text]), _LENGTH
         questions = list(self._questions[document.id])
         random.Random(seed).shuffle(questions)
         for question in questions:

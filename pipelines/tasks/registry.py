@@ -8,9 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from mac_rag.config import Config
-from pipelines.recipe import keep_recipe
+from pipelines.recipe import keep_recipe, read_recipe
 from pipelines.stages import with_stage_folders
-from pipelines.tasks.add_lexical import AddLexicalConfig, write_extended
 from pipelines.tasks.fit_recency import FitRecencyConfig, write_fitted
 from pipelines.tasks.pretrain import PretrainConfig, PretrainTask
 from pipelines.tasks.train import TrainTask
@@ -49,8 +48,17 @@ TASK_KINDS = {
     "train": TaskKind(TrainConfig, _training(lambda recipe, _: TrainTask(recipe))),
     "tune_prior": TaskKind(TunePriorConfig, _training(lambda recipe, _: TunePriorTask(recipe))),
     "fit_recency": TaskKind(FitRecencyConfig, lambda recipe, output, _: write_fitted(recipe, output)),
-    "add_lexical": TaskKind(AddLexicalConfig, lambda recipe, output, _: write_extended(recipe, output)),
 }
+
+
+def load_task(name: str, overrides: list[str] | None) -> tuple[str, Config]:
+    """The task of a recipe, and its validated configuration; the arguments are those of `read_recipe`.
+
+    Raises:
+        ConfigError: as `read_recipe`; for an invalid value, which it names.
+    """
+    recipe = read_recipe(name, overrides)
+    return recipe.task, TASK_KINDS[recipe.task].config.parse(recipe.values, recipe.where)
 
 
 def run_task(task: str, recipe: Config, output: Path, label: str = "train") -> None:
@@ -61,5 +69,10 @@ def run_task(task: str, recipe: Config, output: Path, label: str = "train") -> N
     Raises:
         ConfigError: if the folder holds a run of another recipe.
     """
-    keep_recipe(recipe, output)
+    keep_recipe(kept_values(task, recipe), output)
     TASK_KINDS[task].run(with_stage_folders(recipe, output.parent), output, label)
+
+
+def kept_values(task: str, recipe: Config) -> dict[str, Any]:
+    """What the folder of a run keeps: the recipe as YAML holds it, with its task."""
+    return {"task": task, **recipe.model_dump(mode="json")}

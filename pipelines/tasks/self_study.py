@@ -16,11 +16,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pydantic import Field
-
 from mac_rag.atomic_files import make_folder, sealed, sync_folder, unsealed, write_file, write_text
 from mac_rag.cli.terminal import say
-from mac_rag.config import Config
 from mac_rag.data.characters import check_text, shown_id
 from mac_rag.data.provenance import check_document, content_hash
 from mac_rag.data.readers import find_files, read_documents
@@ -39,28 +36,9 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 _GROUP = 128  # questions
+_SEED = 0  # of the drawn subjects: equal documents are asked about the same
 _LARGEST_GROUP, _LARGEST_REPORT = 64 << 20, 1 << 16  # bytes
 Row = dict[str, Any]
-
-
-class SelfStudyConfig(Config):
-    """Everything that determines the questions.
-
-    Attributes:
-        documents_sha256: digest of their ids, texts and metadata.
-        lm: name of the LM.
-        per_passage: questions to write about each passage.
-        own_answers: True to keep the LM's own answers, which are not checked.
-        seed: random seed of the drawn subjects.
-        prompts_sha256: digest of the code of prompts, rules and checks.
-    """
-
-    documents_sha256: str
-    lm: str
-    per_passage: int = Field(ge=1)
-    own_answers: bool
-    seed: int
-    prompts_sha256: str
 
 
 @dataclass(frozen=True)
@@ -172,7 +150,6 @@ def study(
     per_passage: int = 6,
     limit: int | None = None,
     own_answers: bool = False,
-    seed: int = 0,
 ) -> Report:
     """Writes questions and answers about documents into a folder, as files that `data.name: own` reads.
 
@@ -183,7 +160,6 @@ def study(
         per_passage: questions to write about each passage of a document.
         limit: largest number of documents, the first ones; None for all.
         own_answers: True to keep the questions with the answers that the LM gives after the passage, unchecked.
-        seed: random seed of the drawn subjects.
 
     Raises:
         ConfigError: if the folder holds a run of another configuration; for an LM without room for a passage.
@@ -191,19 +167,20 @@ def study(
         ModelLoadError, WorkerError: if the LM cannot be loaded, or fails.
     """
     documents = _checked(read_documents(find_files(paths))[:limit])
-    config = SelfStudyConfig(
-        documents_sha256=_digest(content_hash(document) + document.id for document in documents),
-        lm=lm,
-        per_passage=per_passage,
-        own_answers=own_answers,
-        seed=seed,
-        prompts_sha256=_digest(Path(str(module.__file__)).read_text() for module in (candidates, prompts, checks)),
-    )
+    determining = {
+        "documents_sha256": _digest(content_hash(document) + document.id for document in documents),
+        "lm": lm,
+        "per_passage": per_passage,
+        "own_answers": own_answers,
+        "prompts_sha256": _digest(Path(str(module.__file__)).read_text() for module in (candidates, prompts, checks)),
+    }
     make_folder(output)
-    keep_recipe(config, output)
+    keep_recipe(determining, output)
     finished = read_report(output / "study.json")
     if finished is None:
-        rows = _all_rows(documents, config, output / "groups", make_writer(lm))
+        writer = make_writer(lm)
+        asked = list(_plan(documents, per_passage, writer))
+        rows = _all_rows(documents, asked, output / "groups", writer, own_answers=own_answers)
         finished = _finish(documents, rows, output)
     shutil.rmtree(output / "groups", ignore_errors=True)
     return finished
@@ -234,9 +211,10 @@ def _checked(documents: list[Document]) -> list[Document]:
     return documents
 
 
-def _all_rows(documents: Sequence[Document], config: SelfStudyConfig, folder: Path, writer: Writer) -> list[Row]:
+def _all_rows(
+    documents: Sequence[Document], asked: Sequence[_Asked], folder: Path, writer: Writer, *, own_answers: bool
+) -> list[Row]:
     """The rows of all groups, those of an earlier run included; first shows the costs."""
-    asked = list(_plan(documents, config, writer))
     groups = [asked[first : first + _GROUP] for first in range(0, len(asked), _GROUP)]
     cost = sum(writer.tokens(each.passage, each.candidate.kind) for each in asked)
     say(
@@ -251,7 +229,7 @@ def _all_rows(documents: Sequence[Document], config: SelfStudyConfig, folder: Pa
             path = folder / f"{number:06}.json"
             known = _read_group(path, group)
             if known is None:
-                known = _written(group, config, writer)
+                known = _written(group, writer, own_answers=own_answers)
                 write_text(path, sealed({"rows": known}).decode())
             rows += known
             bar.advance(len(group))
@@ -259,16 +237,16 @@ def _all_rows(documents: Sequence[Document], config: SelfStudyConfig, folder: Pa
     return rows
 
 
-def _plan(documents: Sequence[Document], config: SelfStudyConfig, writer: Writer) -> Iterator[_Asked]:
+def _plan(documents: Sequence[Document], per_passage: int, writer: Writer) -> Iterator[_Asked]:
     """All questions to write, document by document."""
     for document in documents:
         for number, passage in enumerate(writer.passages(document.text), 1):
-            rng = random.Random(f"{config.seed}/{document.id}/{number}")
-            for place, candidate in enumerate(choose_candidates(passage.text, config.per_passage, rng), 1):
+            rng = random.Random(f"{_SEED}/{document.id}/{number}")
+            for place, candidate in enumerate(choose_candidates(passage.text, per_passage, rng), 1):
                 yield _Asked(f"{document.id}/{number}.{place}", document.id, passage, candidate)
 
 
-def _written(group: Sequence[_Asked], config: SelfStudyConfig, writer: Writer) -> list[Row]:
+def _written(group: Sequence[_Asked], writer: Writer, *, own_answers: bool) -> list[Row]:
     """Lets the LM write the questions of a group: a row for each, with the first check that it fails, if any."""
     texts = writer.write(
         [asking(each.passage.text, each.candidate) for each in group],
@@ -286,7 +264,7 @@ def _written(group: Sequence[_Asked], config: SelfStudyConfig, writer: Writer) -
             continue
         row |= {"question": pair.question, "answer": pair.answer, "stands": stands_in(pair.answer, passage)}
         row["dropped"] = fault_of_question(pair.question, passage)
-        if row["dropped"] is None and not config.own_answers:
+        if row["dropped"] is None and not own_answers:
             row["dropped"] = fault_of_answer(kind, pair, passage)
         if row["dropped"] is None:
             waiting.append((each, pair, row))
@@ -297,7 +275,7 @@ def _written(group: Sequence[_Asked], config: SelfStudyConfig, writer: Writer) -
     for (each, pair, row), text in zip(waiting, answers, strict=True):
         own = read_answer(text)
         row["own_answer"] = text if own is None else own
-        if not config.own_answers:
+        if not own_answers:
             row["dropped"] = None if agrees(own, pair.answer) else "round trip"
         elif own is None:
             row["dropped"] = "malformed"

@@ -11,11 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from mac_rag.config import BaseLMConfig, MACConfig
-from mac_rag.data.characters import shown_id
 from mac_rag.data.dates import ALWAYS, moment_of
-from mac_rag.data.types import Document, QADataset, Question
+from mac_rag.data.types import Document, Question
 from mac_rag.engine import MACEngine
-from mac_rag.errors import ConfigError, DataError
+from mac_rag.errors import ConfigError
 from mac_rag.lm.base_lm import BaseLM
 from mac_rag.lm.devices import STORED_DTYPES
 from mac_rag.lm.loading import require_gradients
@@ -28,9 +27,14 @@ from pipelines.corpora.title_groups import drawn, title_groups
 from pipelines.objective import Batch, LossWeights, mac_loss
 from pipelines.tasks.kv_regression import init_by_kv_regression
 from pipelines.tasks.open_book import mean_scores
-from pipelines.tasks.train_config import READING_EVERY, ReadingTurns, TrainConfig
-from pipelines.tasks.tune_qa import LORA_RANK, TrainingSequence, TuneConfig, TuneTask
+from pipelines.tasks.train_config import TrainConfig
+from pipelines.tasks.tune_qa import LORA_RANK, ReadingConfig, TrainingSequence, TuneConfig, TuneTask
 from pipelines.trainer import Task, TrainerConfig
+
+_READING_EVERY = 3  # every third step is one of reading: most steps train the use of memory, which is new to the LM
+# In a curriculum: sentences of the longest documents, those of a generated story; and the loss, which trains the
+# memory of a document before its aggregation with others.
+_MOST_SENTENCES, _OF_SHORT = 5, LossWeights(answer=0, direct=1)
 
 
 class TrainTask(Task):
@@ -56,14 +60,9 @@ class TrainTask(Task):
             )
         self.model.use_master_weights()
         # Texts that are too long are divided now, not once a batch draws one.
-        reconstruction = any(losses.reconstruction for losses in config.all_losses)
-        unanswered = not any(losses.need_answers for losses in config.all_losses)
-        data = config.data.training_set(unanswered=unanswered)
-        if config.trainer.in_parts:
-            _require_answers(data)
-        held_out = config.data.validation_set(unanswered=unanswered)
         data, self._validation = (
-            within_limits(part, self.model, reconstruction=reconstruction) for part in (data, held_out)
+            within_limits(part, self.model, reconstruction=config.losses.reconstruction > 0)
+            for part in (config.data.training_set(), config.data.validation_set())
         )
         if config.init == "kv_regression":  # after all checks of the data, because it takes minutes
             init_by_kv_regression(self.model, data)
@@ -86,18 +85,17 @@ class TrainTask(Task):
     def batch(self, step: int, micro: int, size: int) -> tuple[Batch, LossWeights] | list[TrainingSequence]:
         """Documents and questions, and the weights of the losses on them; or what the LM reads without memory."""
         trainer = self.config.trainer
-        if self.reading is not None and step % READING_EVERY == READING_EVERY - 1:
+        if self.reading is not None and step % _READING_EVERY == _READING_EVERY - 1:
             self.reading.passes = self.passes
-            return self.reading.batch(step // READING_EVERY, micro, size * self.config.questions_per_document)
+            return self.reading.batch(step // _READING_EVERY, micro, size * self.config.questions_per_document)
         # Documents of one story stay in one batch: they are the hardest to tell apart.
         group_size = self.config.group_by_title
         documents = drawn(
             self._stories, step, micro, size, group_size=group_size, seed=trainer.seed, passes=self.passes
         )
         rng = random.Random(f"{trainer.seed}/{step}/{micro}")
-        curriculum = self.config.curriculum
-        short = curriculum is not None and step < curriculum.steps
-        sentences = 1 + step // curriculum.steps_per_sentence if curriculum is not None and short else None
+        short = step < self.config.curriculum
+        sentences = 1 + _MOST_SENTENCES * step // self.config.curriculum if short else None
         texts: list[str] = []
         questions: list[Question] = []
         gold: list[int] = []
@@ -107,7 +105,7 @@ class TrainTask(Task):
             chosen = rng.sample(known, count)
             questions += chosen
             gold += [index] * len(chosen)
-            answers = [question.answers[0] for question in chosen if question.answers]
+            answers = [question.answers[0] for question in chosen]
             texts.append(document.text if sentences is None else excerpt(document.text, answers, sentences))
         further = self._with_further(documents, texts, questions)
         contexts = self._miner.mine(questions, rng)
@@ -116,7 +114,7 @@ class TrainTask(Task):
         batch = Batch(
             documents=texts,
             questions=[question.question for question in questions],
-            answers=[_target(question) for question in questions],
+            answers=[question.answers[0] for question in questions],
             gold=gold,
             contexts=[[document.text for document in mined] for mined in contexts],
             without_memory=without_memory,
@@ -130,7 +128,7 @@ class TrainTask(Task):
                 )
             ],
         )
-        return batch, curriculum.losses if curriculum is not None and short else self.config.losses
+        return batch, _OF_SHORT if short else self.config.losses
 
     def _with_further(
         self, documents: list[Document], texts: list[str], questions: Sequence[Question]
@@ -154,14 +152,12 @@ class TrainTask(Task):
         return question.document_id not in {document.id for document in mined}
 
     def begin_step(self, step: int) -> None:
-        """Copies the amortization network to an equal input encoder after a curriculum that did not train the latter.
+        """Copies the amortization network to an equal input encoder after a curriculum, which did not train the latter.
 
         A question's tokens are then like those of the documents that share its words.
         """
-        curriculum, model = self.config.curriculum, self.model.config
-        if curriculum is None or step != curriculum.steps or model.input_encoder != model.amortization:
-            return
-        if not (curriculum.losses.answer or curriculum.losses.contrastive):  # the losses that train the input encoder
+        model = self.model.config
+        if 0 < step == self.config.curriculum and model.input_encoder == model.amortization:
             self.model.input_encoder.load_state_dict(self.model.amortization.state_dict())
 
     def forward(self, batch: tuple[Batch, LossWeights] | list[TrainingSequence]) -> dict[str, Tensor]:
@@ -196,14 +192,8 @@ class TrainTask(Task):
         return [lm.base_model, self.model.amortization.network, self.model.input_encoder.network]
 
     def validate(self) -> dict[str, float]:
-        """EM and F1 on the held-out stream, from memory alone and with retrieved documents, if any; and the losses.
-
-        EM and F1 are those of the questions whose answers are known; they are left out if none is.
-        """
-        data, retrieved = self._validation, self._validation_retrieved
-        questions = [question for question in data.questions if question.answers]
-        if not questions:
-            return self._losses()
+        """EM and F1 on the held-out stream, from memory alone and with retrieved documents, if any; and the losses."""
+        data, retrieved, questions = self._validation, self._validation_retrieved, self._validation.questions
         engine = MACEngine(self.model)
         engine.adapt(data.documents)
         figures = _figures(engine, questions, None)
@@ -226,7 +216,7 @@ class TrainTask(Task):
             batch = Batch(
                 documents=[document.text for document in part],
                 questions=[question.question for _, question in pairs],
-                answers=[_target(question) for _, question in pairs],
+                answers=[question.answers[0] for _, question in pairs],
                 gold=[i for i, _ in pairs],
                 dates=[moment(document) for document in part],
             )
@@ -238,11 +228,6 @@ class TrainTask(Task):
 
     def save(self, folder: Path) -> None:
         self.model.save_pretrained(folder, dtype=STORED_DTYPES[self.config.store_dtype])
-
-
-def _target(question: Question) -> str:
-    """The answer that a question is trained on; empty if none is known."""
-    return question.answers[0] if question.answers else ""
 
 
 def moment(document: Document) -> int:
@@ -259,20 +244,6 @@ def _figures(engine: MACEngine, questions: Sequence[Question], contexts: list[li
 def _require_gradients(network: MACConfig, device: torch.device) -> None:
     for part in (network.base_lm, network.amortization, network.input_encoder):
         require_gradients(part.quantization, device)
-
-
-def _require_answers(data: QADataset) -> None:
-    """Refuses questions without answers for processes that train in parts.
-
-    The LM would write the answers in each step, and processes would call it as often as their answers are long.
-    """
-    for question in data.questions:
-        if not question.answers:
-            raise DataError(
-                f"question {shown_id(question.id)} has no answer. With trainer.parallel: fsdp, all processes must call "
-                "the LM equally often, so answers have to be there before: let pipelines.self_study --own-answers "
-                "write them, or train with parallel: ddp"
-            )
 
 
 def excerpt(text: str, answers: Sequence[str], count: int) -> str:
@@ -296,7 +267,7 @@ def _from_all_processes(phi: Tensor) -> Tensor:
     return torch.cat(gathered)
 
 
-def reading_task(turns: ReadingTurns, base_lm: BaseLM, data: DataConfig, trainer: TrainerConfig) -> TuneTask:
+def reading_task(turns: ReadingConfig, base_lm: BaseLM, data: DataConfig, trainer: TrainerConfig) -> TuneTask:
     """The task of the reading steps, around an LM that is trained elsewhere.
 
     Raises:
@@ -306,9 +277,7 @@ def reading_task(turns: ReadingTurns, base_lm: BaseLM, data: DataConfig, trainer
         base_lm=BaseLMConfig(name="(the one of the model)"),
         prompt=base_lm.prompts.format,
         data=data,
-        context=turns.context,
-        question_blind=turns.question_blind,
-        sequence_length=turns.sequence_length,
         trainer=trainer,
+        **dict(turns),
     )
     return TuneTask(config, base_lm)

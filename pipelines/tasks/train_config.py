@@ -7,47 +7,16 @@ from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
-from mac_rag.config import Config, MACConfig
+from mac_rag.config import MACConfig
 from mac_rag.model.presets import preset_values
-from pipelines.corpora.qa_data import ContextConfig, DataConfig
+from pipelines.corpora.qa_data import ContextConfig, DataRecipe
 from pipelines.objective import LossWeights
-from pipelines.trainer import TrainerConfig
-
-READING_EVERY = 3  # every third step is one of reading: most steps train the use of memory, which is new to the LM
-
-
-class CurriculumConfig(Config):
-    """First steps on short documents. They move a small model off the plateau where whole documents leave it.
-
-    Attributes:
-        steps: number of these steps.
-        steps_per_sentence: steps on documents of one sentence, then on documents of two, and so on. Sentences that hold
-            an answer come first.
-        losses: weight of each term during these steps.
-    """
-
-    steps: int = Field(ge=1)
-    steps_per_sentence: int = Field(ge=1)
-    losses: LossWeights = LossWeights(answer=0, direct=1)
+from pipelines.tasks.tune_qa import ReadingConfig
+from pipelines.trainer import TrainingRecipe
 
 
-class ReadingTurns(Config):
-    """Steps in which the LM reads on while it learns to use memory. Everything else is as in `TuneConfig`.
-
-    Such a step has as many questions as the largest other step.
-
-    Attributes:
-        context: the documents before the questions.
-        question_blind, sequence_length: see `pipelines.tasks.tune_qa.TuneConfig`.
-    """
-
-    context: ContextConfig = ContextConfig()
-    question_blind: float = Field(0.0, ge=0, le=1)
-    sequence_length: int = Field(512, ge=16)
-
-
-class TrainConfig(Config):
-    """A recipe of `pipelines.train`. `trainer.batch_size` counts documents, K in the paper without `context_set`.
+class TrainConfig(DataRecipe, TrainingRecipe):
+    """A recipe of the task `train`. `trainer.batch_size` counts documents, K in the paper without `context_set`.
 
     Attributes:
         model: the networks; beside a preset, the values that differ from the preset's. Give a model, a preset, or
@@ -76,9 +45,12 @@ class TrainConfig(Config):
         gold_hidden: share of the questions from which aggregation hides the document that answers them, as if the bank
             lacked it. If no document before such a question answers it either, the target is the model's
             `prompt.abstention`; likewise for a question without memory.
-        reading: steps between the others in which the LM reads documents without memory, as by `pipelines.tune_qa`;
-            None for none. A base LM that is trained jointly then continues to learn to read.
-        curriculum: the first steps; None for whole documents and all losses from the start.
+        reading: steps between the others in which the LM reads documents without memory, as by the task `tune_qa`;
+            None for none. A base LM that is trained jointly then continues to learn to read. Such a step has as many
+            questions as the largest other step.
+        curriculum: number of first steps on short documents, which move a small model off the plateau where whole
+            documents leave it: of one sentence in the first fifth of these steps, of two in the next, and so on.
+            Sentences that hold an answer come first. The loss is then `direct` alone.
         tune_base_lm: `frozen`, or joint training of all weights (`full`) or of low-rank updates that are merged at the
             end (`lora`).
         store_dtype: dtype of the weights in exported checkpoints; see `mac_rag.lm.loading.to_int8`.
@@ -87,7 +59,6 @@ class TrainConfig(Config):
     model: MACConfig | None = None
     start_from: str | None = None
     init: Literal["pretrained", "kv_regression"] = "pretrained"
-    data: DataConfig = DataConfig()
     group_by_title: int = Field(1, ge=1)
     questions_per_document: int = Field(1, ge=1)
     backprop_dropout: float = Field(0.0, ge=0, lt=1)
@@ -98,11 +69,10 @@ class TrainConfig(Config):
     context: ContextConfig = ContextConfig()
     without_memory: float = Field(0.0, ge=0, le=1)
     gold_hidden: float = Field(0.0, ge=0, lt=1)
-    reading: ReadingTurns | None = None
-    curriculum: CurriculumConfig | None = None
+    reading: ReadingConfig | None = None
+    curriculum: int = Field(0, ge=0)
     tune_base_lm: Literal["frozen", "lora", "full"] = "frozen"
     store_dtype: Literal["fp32", "bf16", "int8"] = "fp32"
-    trainer: TrainerConfig
 
     @model_validator(mode="before")
     @classmethod
@@ -120,11 +90,6 @@ class TrainConfig(Config):
             changes = {**changes, "base_lm": values.pop("base_lm")}
         model = preset_values(values.pop("preset"), changes)
         return {**values, "model": model}
-
-    @property
-    def all_losses(self) -> tuple[LossWeights, ...]:
-        """The weights of the losses in all phases."""
-        return (self.losses, *(() if self.curriculum is None else (self.curriculum.losses,)))
 
     @model_validator(mode="after")
     def _one_start(self) -> Self:
@@ -162,15 +127,6 @@ class TrainConfig(Config):
             raise ValueError(
                 "with trainer.parallel: fsdp all processes must call the LM equally often, which steps of reading do "
                 "not; leave reading out"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _hidden_from_answers(self) -> Self:
-        if self.gold_hidden and any(losses.aggregated_distillation for losses in self.all_losses):
-            raise ValueError(
-                f"gold_hidden is {self.gold_hidden}, but aggregated_distillation teaches answers that hidden documents "
-                "hold; set one of them to 0"
             )
         return self
 

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from mac_rag.config import Config
 from mac_rag.data.types import Document, Question
 from mac_rag.errors import ConfigError
 from mac_rag.lm.batching import pad_rows, similar_lengths
@@ -24,9 +23,9 @@ from mac_rag.model import AmortizedModel
 from mac_rag.model.text_encoder import TextEncoder
 from mac_rag.nn.memory_tokens import MemoryTokens
 from pipelines.corpora.long_documents import within_limits
-from pipelines.corpora.qa_data import DataConfig
+from pipelines.corpora.qa_data import DataRecipe
 from pipelines.corpora.title_groups import drawn, title_groups
-from pipelines.trainer import Task, TrainerConfig
+from pipelines.trainer import Task, TrainingRecipe
 
 _LENGTH_RATIO = 1.5  # largest ratio of the longest to the shortest text that the encoder reads at a time
 _GROUP = 80  # consecutive documents with one title that stay together in a batch, at most: a third of mac-small's 240
@@ -36,18 +35,16 @@ _TOGETHER = 256  # held-out texts that are encoded at a time
 _PROJECTIONS, _SCALE, _LEXICAL_WEIGHT = 3.0, 10.0, 100.0
 
 
-class TunePriorConfig(Config):
+class TunePriorConfig(DataRecipe, TrainingRecipe):
     """A stage that tunes the document prior and its sentence encoder. `trainer.batch_size` counts documents.
+
+    Documents beyond the model's limit are divided, and the part that answers a question is its document.
 
     Attributes:
         start_from: a MAC checkpoint with a sentence encoder, name or folder.
-        data: documents and questions. Documents beyond the model's limit are divided, and the part that answers a
-            question is its document.
     """
 
     start_from: str
-    data: DataConfig = DataConfig()
-    trainer: TrainerConfig
 
 
 class PriorBatch(NamedTuple):

@@ -26,10 +26,10 @@ from mac_rag.lm.minilm import PACKAGED
 from mac_rag.lm.prefix_lm import repeated_positions
 from mac_rag.model.presets import preset_values
 from pipelines.corpora.long_documents import within_sequences
-from pipelines.corpora.qa_data import ContextConfig, ContextMiner, DataConfig, retrieved
+from pipelines.corpora.qa_data import ContextConfig, ContextMiner, DataRecipe, retrieved
 from pipelines.tasks.open_book import reading_scores
 from pipelines.tasks.pointer import init_pointer_head, last_attention, places_of, pointer_loss
-from pipelines.trainer import Task, TrainerConfig, shuffled
+from pipelines.trainer import Task, TrainingRecipe, shuffled
 
 _COUNTED, _READ = 2048, 32  # training questions whose answers are counted, and whose prompts are read
 _LENGTH_RATIO = 2.0  # largest ratio of the longest to the shortest sequence of a batch
@@ -41,8 +41,24 @@ _TOKEN_DROPOUT = 0.5
 _TOKENS_AT_ONCE = {"cpu": 2048, "cuda": 32_768}
 
 
-class TuneConfig(Config):
-    """A recipe of `pipelines.tune_qa`.
+class ReadingConfig(Config):
+    """How an LM learns to read: documents before questions.
+
+    Attributes:
+        context: the documents before the questions.
+        question_blind: only for a prefix LM: share of the sequences whose documents do not attend to the question. The
+            LM then learns to read keys and values that were computed before the question, as a memory's are. Documents
+            that are read in parallel always see the question.
+        sequence_length: longest training sequence in tokens; longer ones are cut at the front.
+    """
+
+    context: ContextConfig = ContextConfig()
+    question_blind: float = Field(0.0, ge=0, le=1)
+    sequence_length: int = Field(512, ge=16)
+
+
+class TuneConfig(ReadingConfig, DataRecipe, TrainingRecipe):
+    """A recipe of the task `tune_qa`.
 
     Attributes:
         base_lm: the LM; beside a preset, the values that differ from the preset's LM.
@@ -52,21 +68,12 @@ class TuneConfig(Config):
         tune: train all weights (`full`), or low-rank updates that are merged at the end (`lora`).
         questions_per_context: questions after one set of documents: the one that they were retrieved for, and others
             that they answer.
-        question_blind: only for a prefix LM: share of the sequences whose documents do not attend to the question. The
-            LM then learns to read keys and values that were computed before the question, as a memory's are. Documents
-            that are read in parallel always see the question.
-        sequence_length: longest training sequence in tokens; longer ones are cut at the front.
     """
 
     base_lm: BaseLMConfig
     prompt: PromptFormat = PromptFormat()
-    data: DataConfig = DataConfig()
-    context: ContextConfig = ContextConfig()
     tune: Literal["full", "lora"] = "full"
     questions_per_context: int = Field(1, ge=1)
-    question_blind: float = Field(0.0, ge=0, le=1)
-    sequence_length: int = Field(512, ge=16)
-    trainer: TrainerConfig
 
     @model_validator(mode="before")
     @classmethod

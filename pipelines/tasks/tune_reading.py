@@ -31,12 +31,13 @@ from mac_rag.nn.codec import KVCodec
 from mac_rag.nn.dtypes import use_master_weights
 from mac_rag.untrusted_files import read_json
 from pipelines.corpora.packs import Pack, PackConfig, PackMaker, joined_documents, needed
-from pipelines.corpora.qa_data import DataConfig
-from pipelines.trainer import Task, TrainerConfig, shuffled
+from pipelines.corpora.qa_data import DataConfig, DataRecipe
+from pipelines.tasks.tune_qa import LORA_RANK
+from pipelines.trainer import Task, TrainingRecipe, shuffled
 
 _DESCRIPTION, _LARGEST_DESCRIPTION = "reading.json", 1 << 16
 _READ_AT_ONCE = 8  # documents
-_VALIDATED_AT_ONCE = 20  # questions
+_VALIDATED, _VALIDATED_AT_ONCE = 100, 20  # questions: of each validation, from all over its split; of a batch
 _ANSWER_TOKENS = 16
 _FITTED_ON = 100  # training documents that the codec is fitted on, at the start and at each validation
 # At the start: what a document's score, relative to the best of its pack, is multiplied by before it is added to the
@@ -58,14 +59,13 @@ class FurtherConfig(Config):
     packs: PackConfig = PackConfig()
 
 
-class TuneReadingConfig(Config):
-    """A recipe of `pipelines.tune_reading`.
+class TuneReadingConfig(DataRecipe, TrainingRecipe):
+    """A recipe of the task `tune_reading`.
 
     Attributes:
         base_lm: the LM, which stays as it is; low-rank updates of all its linear layers are trained.
         adapter: folder of an earlier run's `best` or `last`, from whose updates and bias scale this one starts.
         turn: what the user says, with `{document}` and `{question}`.
-        system: the system message; None for what the chat template writes by itself.
         abstention: the answer where the right document is absent.
         packs: documents and questions of a training sequence.
         compression: how many times smaller than its keys and values, in 16 bits, a codec makes a document in training
@@ -76,8 +76,6 @@ class TuneReadingConfig(Config):
         distillation: weight of the LM itself as the teacher, from 0 to 1: the target of an answer's tokens is then what
             the LM without updates predicts after the right document's text. The rest of the weight, and all of it for
             a question whose document is absent, is on the answer itself.
-        lora_rank: rank of the updates.
-        validation_questions: number of questions of each validation, from all over the validation split.
     """
 
     base_lm: BaseLMConfig
@@ -86,16 +84,11 @@ class TuneReadingConfig(Config):
         "Answer the question in a few words of the context. If the context does not answer it, say: I don't know\n\n"
         "Context: {document}\n\nQuestion: {question}"
     )
-    system: str | None = None
     abstention: str = "I don't know"
     packs: PackConfig = PackConfig()
     compression: tuple[int, ...] | None = None
     distillation: float = Field(0.0, ge=0, le=1)
-    data: DataConfig = DataConfig()
     further: dict[str, FurtherConfig] = Field(default_factory=dict)
-    lora_rank: int = Field(16, ge=1)
-    validation_questions: int = Field(100, ge=1)
-    trainer: TrainerConfig
 
     @model_validator(mode="after")
     def _check(self) -> TuneReadingConfig:
@@ -141,7 +134,7 @@ class TuneReadingTask(Task):
         lm: Any = loaded
         check_lm_class(lm)
         self.lm = lm
-        self.prompt = BlockPrompt(tokenizer, config.turn, config.system)
+        self.prompt = BlockPrompt(tokenizer, config.turn)
         data = joined_documents(config.data.training_set(), self.prompt, seed=config.trainer.seed)
         self._training = PackMaker(config.packs, data, config.abstention)
         self._validation = PackMaker(config.packs, config.data.validation_set(), config.abstention)
@@ -152,7 +145,7 @@ class TuneReadingTask(Task):
                 PackMaker(further.packs, further.data.validation_set(), config.abstention),
             )
         longest = self._longest()
-        lora = LoraConfig(r=config.lora_rank, lora_alpha=2 * config.lora_rank, target_modules="all-linear")
+        lora = LoraConfig(r=LORA_RANK, lora_alpha=2 * LORA_RANK, target_modules="all-linear")
         self._adapted: list[Any] = [get_peft_model(lm, lora)]  # in a list: its weights are those of `lm`
         use_master_weights(lm)
         self.bias_scale = nn.Parameter(torch.tensor(_BIAS_SCALE, device=lm.device))
@@ -183,8 +176,8 @@ class TuneReadingTask(Task):
             result: Any = set_peft_model_state_dict(self._adapted[0], updates)
         except (OSError, ValueError, KeyError, TypeError, RuntimeError, SafetensorError) as error:
             raise ModelLoadError(
-                f"{folder} holds no updates of this LM of rank {self.config.lora_rank}: {error}; give the folder best "
-                "or last of a run of pipelines.tune_reading around the same LM"
+                f"{folder} holds no updates of this LM of rank {LORA_RANK}: {error}; give the folder best "
+                "or last of a training to read (task tune_reading) around the same LM"
             ) from None
         if result.unexpected_keys:
             raise ModelLoadError(f"{folder} holds updates of another LM; it has no {result.unexpected_keys[0]}")
@@ -338,8 +331,8 @@ class TuneReadingTask(Task):
             yield from self._scores(name, questions, found, opening, coded or raw)
 
     def _validated(self, maker: PackMaker) -> Sequence[Question]:
-        every = max(1, len(maker.data.questions) // self.config.validation_questions)
-        return maker.data.questions[::every][: self.config.validation_questions]
+        every = max(1, len(maker.data.questions) // _VALIDATED)
+        return maker.data.questions[::every][:_VALIDATED]
 
     def _read_once(
         self, asked: Sequence[tuple[Sequence[Document], Sequence[float]]]
@@ -402,7 +395,7 @@ class TuneReadingTask(Task):
         config = self.config
         described = {
             "turn": config.turn,
-            "system": config.system,
+            "system": None,  # what the chat template writes by itself
             "abstention": config.abstention,
             "bias_scale": self.bias_scale.item(),
             "codec": None if config.compression is None else {"compression": config.compression},

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import re
 import threading
 from dataclasses import replace
 from pathlib import Path
@@ -136,14 +135,7 @@ class TestCommand:
         waiting = sum(not names <= set(datasets) for names in named)
         assert f"{len(planned)} steps: {waiting} wait for data; " in shown
         assert shown.count("data that you bring") == waiting
-        assert "python -m pipelines.tune_qa --config gpt2-xl/tune_qa --output runs/gpt2-xl/tune_qa " in shown
-        [hours, days] = re.findall(r"In all, on one H100 or H200: [\d.]+ GiB, ([\d.]+) h, ([\d.]+) days", shown)[0]
-        assert float(days) == pytest.approx(float(hours) / 24, abs=0.05)
-        parts = re.findall(r"^ +(?:[\d.]+ GiB, )([\d.]+) h", shown, re.MULTILINE)
-        camels = re.findall(r"; CaMeLS's training among it [\d.]+ GiB, ([\d.]+) h", shown)
-        assert len(parts) == len(planned) + shown.count("python -m pipelines.")
-        assert len(camels) == len(DATASETS)
-        assert sum(map(float, [*parts, *camels])) == pytest.approx(float(hours), abs=0.05 * (len(parts) + 4))
+        assert "python -m pipelines.train --config gpt2-xl/tune_qa --output runs/gpt2-xl/tune_qa " in shown
         assert not (tmp_path / "results").exists()
 
     def test_refusals(self, command: Command, tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 from transformers.cache_utils import DynamicSlidingWindowLayer
 
-from mac_rag.config import BaseLMConfig, ExtractiveConfig, PromptFormat
+from mac_rag.config import BaseLMConfig, PromptFormat
 from mac_rag.errors import ConfigError, ModelLoadError
 from mac_rag.lm.base_lm import BaseLM
 from mac_rag.lm.decoding import (
@@ -463,7 +463,7 @@ def test_a_model_answers_with_spans_of_its_documents_or_fixed_answers(tiny_model
     questions = ["Who opened the bridge?", "What closed the port?", "Who sings?"]
     contexts = [["The mayor of Lisbon opened a bridge.", "A strike hit."], ["It rained."], []]
     free = tiny_model.generate(questions, contexts)
-    tiny_model.config = tiny_model.config.model_copy(update={"extractive": ExtractiveConfig(fixed_answers=("yes",))})
+    tiny_model.config = tiny_model.config.model_copy(update={"extractive": ("yes",)})
     answers = tiny_model.generate(questions, contexts)
     for answer, texts in zip(answers[:2], contexts[:2]):
         assert answer

@@ -32,7 +32,7 @@ from mac_rag.model import MACModel
 from mac_rag.nn.attention import direct_attention
 from mac_rag.nn.memory_tokens import MemoryTokens
 from pipelines.objective import Batch, LossWeights, mac_loss
-from pipelines.tasks.add_lexical import add_hashed_bm25
+from pipelines.tasks.fit_recency import add_hashed_bm25
 from tests.helpers import Folder, built, copy_of, mac_config, reloaded
 
 TEXTS = ["William of Normandy won at Hastings, in 1066.", "Rain fell on the town for eleven days.", "It was cold."]
@@ -213,7 +213,7 @@ def test_training_leaves_the_sentence_encoder_and_hashed_bm25_as_they_are(lexica
     rarity = network.hashed_bm25.rarity.clone()
     lexical.train()
     assert not network.sentence_encoder.training
-    weights = LossWeights(answer=1, direct=1, reconstruction=1, contrastive=1, distillation=1)
+    weights = LossWeights(answer=1, direct=1, reconstruction=1, contrastive=1)
     negatives = MemoryTokens.split(torch.randn(5, 6, 384), 2)
     terms, phi = mac_loss(lexical, BATCH, weights, negatives=negatives, distractors=2)
     assert phi.stacked().shape == (3, 6, 384)

@@ -224,7 +224,7 @@ def first_documents(model: MACModel, keys: torch.Tensor) -> list[str]:
 def test_questions_find_what_was_last_known_before_their_year(mac_small: MACModel, tmp_path: Path) -> None:
     gold = [question.gold for question in ASKED]
     keys = prior_keys_of(mac_small, STREAM)
-    again, keys = with_fitted_years(copy_of(mac_small), STREAM, keys, steps=100, batch_size=32)
+    again, keys = with_fitted_years(copy_of(mac_small), STREAM, keys)
     assert again.config.hashed_bm25 is not None
     fitted = again.config.hashed_bm25.years
     assert 0 < fitted.decay < 10

@@ -21,6 +21,10 @@ TRAINER = {
 DATA = {"name": "newswire", "documents": 40, "validation_documents": 6}
 
 
+# Of the task pretrain, whose sizes are constants.
+SHORT_PRETRAINING = {"_DOCUMENTS": 60, "_VALIDATION_DOCUMENTS": 4, "_COPY_STEPS": 2}
+
+
 def tune_recipe(lm: Path | str, **values: Any) -> TuneConfig:
     """A short tuning of an LM on newswire, with two retrieved documents in front of the questions."""
     base = {"base_lm": {"name": str(lm)}, "data": DATA, "context": {"retriever": "bm25", "k": [2]}, "trainer": TRAINER}

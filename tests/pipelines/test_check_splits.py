@@ -53,7 +53,7 @@ def test_test_data_in_training_is_found(tmp_path: Path, monkeypatch: pytest.Monk
     squad = {"name": "squad", "path": str(squad_folder(tmp_path, monkeypatch)), "train": "qa_lt", "val": "qa_lt_val"}
     trainer = {"steps": 1, "batch_size": 1, "learning_rate": 1}
     recipe = tmp_path / "tune.yaml"
-    recipe.write_text(yaml.safe_dump({"base_lm": {"name": "x"}, "data": squad, "trainer": trainer}))
+    recipe.write_text(yaml.safe_dump({"task": "tune_qa", "base_lm": {"name": "x"}, "data": squad, "trainer": trainer}))
     options = (str(recipe), "--split", "qa_lt_val")
     found = command("pipelines.check_splits", *options)
     assert "shares with qa_lt_val: 0 of 1 documents, 0 of 1 titles, 2 of 2 questions" in found.stdout
@@ -62,7 +62,7 @@ def test_test_data_in_training_is_found(tmp_path: Path, monkeypatch: pytest.Monk
     found = command("pipelines.check_splits", *options, "--set", "data.train=qa_lt_val")
     assert "shares with qa_lt_val: 1 of 1 documents, 1 of 1 titles, 2 of 2 questions" in found.stdout
     assert "4 paragraphs, titles or questions" in str(found.exception)
-    (tmp_path / "pretrain.yaml").write_text(yaml.safe_dump({"documents": 5, "trainer": trainer}))
+    (tmp_path / "pretrain.yaml").write_text(yaml.safe_dump({"task": "pretrain", "trainer": trainer}))
     assert "nothing to compare" in command("pipelines.check_splits", str(tmp_path / "pretrain.yaml")).stdout
 
 

@@ -61,8 +61,6 @@ def test_an_abstention_is_the_target_of_phi_alone(tiny_model: MACModel) -> None:
     assert got == expected
 
 
-def test_hidden_documents_need_an_abstention_and_no_teacher(model_folder: Folder) -> None:
+def test_hidden_documents_need_an_abstention(model_folder: Folder) -> None:
     with pytest.raises(ConfigError, match=r"gold_hidden is 0\.2.*set model\.prompt\.abstention"):
         TrainTask(train_recipe(model_folder, gold_hidden=0.2))
-    with pytest.raises(ConfigError, match="aggregated_distillation"):
-        hidden_recipe(model_folder, losses={"answer": 0, "aggregated_distillation": 1})

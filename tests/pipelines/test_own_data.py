@@ -168,7 +168,8 @@ def test_the_drawn_splits_share_nothing(tmp_path: Path) -> None:
     (tmp_path / "mine.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     recipe = tmp_path / "recipe.yaml"
     source = {"name": "own", "path": str(tmp_path / "mine.jsonl")}
-    values = {"start_from": "mac-tiny", "data": source, "trainer": {"steps": 1, "batch_size": 1, "learning_rate": 1}}
+    trainer = {"steps": 1, "batch_size": 1, "learning_rate": 1}
+    values = {"task": "train", "start_from": "mac-tiny", "data": source, "trainer": trainer}
     recipe.write_text(yaml.safe_dump(values))
     found = command("pipelines.check_splits", str(recipe))
     assert found.exit_code == 0, found.output
@@ -195,3 +196,36 @@ def test_batches_hold_all_documents_that_questions_need(model_folder: Folder, tm
             found = [batch.documents[place] for place in (gold, *further)]
             assert found == [texts[name] for name in needs[question]]
         assert len(set(batch.documents)) == len(batch.documents) == len(batch.dates)
+
+
+@pytest.mark.parametrize("form", ["rows", "apart"])
+def test_questions_without_answers_are_read_where_they_may_have_none(tmp_path: Path, form: str) -> None:
+    data = generate("train", 10, questions_per_document=2)
+    texts = {document.id: document.text for document in data.documents}
+    questions = [
+        {"id": each.id, "question": each.question}
+        | ({"document": texts[each.gold]} if form == "rows" else {"document_id": each.gold})
+        for each in data.questions
+    ]
+    (tmp_path / "questions.jsonl").write_text("".join(json.dumps(row) + "\n" for row in questions))
+    path = tmp_path / "questions.jsonl"
+    if form == "apart":
+        documents = [{"id": name, "text": text} for name, text in texts.items()]
+        (tmp_path / "documents.jsonl").write_text("".join(json.dumps(row) + "\n" for row in documents))
+        path = tmp_path
+    read = load_dataset("own", "all", path, unanswered=True).questions
+    assert len(read) == 20
+    assert {question.answers for question in read} == {()}
+    with pytest.raises(DataError, match="field 'answers': it is missing or empty"):
+        load_dataset("own", "all", path)
+
+
+def test_impossible_questions_are_left_out_as_ever(tmp_path: Path) -> None:
+    rows = [
+        {"document": "A text.", "question": "What?", "is_impossible": True},
+        {"document": "A text.", "question": "Who?", "answers": []},
+        {"document": "A text.", "question": "Why?", "answers": ["text"]},
+    ]
+    (tmp_path / "mine.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    read = load_dataset("own", "all", tmp_path / "mine.jsonl", unanswered=True)
+    assert [(question.question, question.answers) for question in read.questions] == [("Who?", ()), ("Why?", ("text",))]

@@ -15,7 +15,7 @@ from mac_rag.data.newswire.generate import generate
 from mac_rag.errors import ConfigError, QuantizationError
 from mac_rag.model import MACModel
 from pipelines.corpora.qa_data import DataConfig
-from pipelines.objective import Batch, mac_loss
+from pipelines.objective import Batch, LossWeights, mac_loss
 from pipelines.recipe import load_recipe
 from pipelines.tasks.train import TrainTask, excerpt
 from pipelines.tasks.train_config import TrainConfig
@@ -77,18 +77,17 @@ def test_a_stopped_training_goes_on_to_the_same_losses(model_folder: Folder, tmp
 
 
 def test_a_curriculum_grows_the_documents_around_the_answers(model_folder: Folder) -> None:
-    curriculum = {"steps": 4, "steps_per_sentence": 2, "losses": {"answer": 0, "direct": 1}}
-    recipe = train_recipe(model_folder, curriculum=curriculum)
+    recipe = train_recipe(model_folder, curriculum=10)
     task = TrainTask(recipe)
-    for step in range(6):
+    for step in (0, 1, 2, 3, 9, 10):
         batch, weights = task.batch(step, 0, 3)
-        assert weights == (recipe.losses if step >= 4 else recipe.curriculum.losses)  # type: ignore[union-attr]
+        assert weights == (recipe.losses if step == 10 else LossWeights(answer=0, direct=1))
         sentences = {0: 1, 1: 1, 2: 2, 3: 2}.get(step, 5)
         assert [len(text.split(". ")) for text in batch.documents] == [sentences] * 3
         assert len(batch.questions) == 3 * min(2, sentences)
         for answer, gold in zip(batch.answers, batch.gold, strict=True):
             assert answer in batch.documents[gold]
-        terms = {"direct"} if step < 4 else {"answer", "direct", "reconstruction", "contrastive"}
+        terms = {"direct"} if step < 10 else {"answer", "direct", "reconstruction", "contrastive"}
         assert set(task((batch, weights))) == {"loss", *terms}
 
 
@@ -257,7 +256,7 @@ def test_training_through_int8_weights_needs_a_gpu(model_folder: Folder) -> None
 )
 def test_bad_recipes_name_what_is_wrong(tmp_path: Path, text: str, message: str) -> None:
     path = tmp_path / "recipe.yaml"
-    path.write_text(text)
+    path.write_text(f"task: train\n{text}")
     with pytest.raises(ConfigError, match=message):
         load_recipe(TrainConfig, str(path), None)
 
@@ -265,7 +264,7 @@ def test_bad_recipes_name_what_is_wrong(tmp_path: Path, text: str, message: str)
 def test_set_wins_over_the_recipe(model_folder: Folder, tmp_path: Path) -> None:
     """A run that it made goes on with the same values alone."""
     recipe = train_recipe(model_folder, context={}).model_dump(mode="json")
-    (tmp_path / "train.yaml").write_text(yaml.safe_dump(recipe))
+    (tmp_path / "train.yaml").write_text(yaml.safe_dump({"task": "train", **recipe}))
     output = tmp_path / "out"
     common = ("--config", str(tmp_path / "train.yaml"), "--output", str(output))
     values = ("--set", "context.k=[1,2]", "--set", "tune_base_lm=lora", "--set")
@@ -288,11 +287,11 @@ def test_set_wins_over_the_recipe(model_folder: Folder, tmp_path: Path) -> None:
 
 
 def test_an_lm_is_tuned_with_a_retriever(model_folder: Folder, tmp_path: Path) -> None:
-    recipe = {"base_lm": {"name": str(model_folder("gpt2"))}, "data": DATA, "trainer": TRAINER}
+    recipe = {"task": "tune_qa", "base_lm": {"name": str(model_folder("gpt2"))}, "data": DATA, "trainer": TRAINER}
     (tmp_path / "tune.yaml").write_text(yaml.safe_dump(recipe))
     common = ("--config", str(tmp_path / "tune.yaml"), "--set", "context.retriever=bm25", "--output")
-    assert command("pipelines.tune_qa", *common, str(tmp_path / "out"), "--set", "context.k=[1,3]").exit_code == 0
+    assert command("pipelines.train", *common, str(tmp_path / "out"), "--set", "context.k=[1,3]").exit_code == 0
     assert {"em_closed", "em_retrieved_1", "em_retrieved_3"} <= metrics(tmp_path / "out")[-1].keys()
     for wrong, message in (("x", "context.k.0"), ("0", "at least 1"), ("1]", "not valid YAML"), ("50", "k is 50")):
-        found = command("pipelines.tune_qa", *common, str(tmp_path / wrong), "--set", f"context.k=[{wrong}]")
+        found = command("pipelines.train", *common, str(tmp_path / wrong), "--set", f"context.k=[{wrong}]")
         assert message in str(found.exception)

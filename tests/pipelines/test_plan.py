@@ -10,6 +10,7 @@ import pytest
 from mac_rag.errors import ConfigError
 from mac_rag.model.presets import PRESETS
 from pipelines.plan import preset_table, recipe_of
+from pipelines.sizes import PARTS
 from tests.pipelines.helpers import command
 
 PAGE = Path(__file__).parents[2] / "docs" / "guides" / "presets.md"
@@ -34,18 +35,19 @@ def test_what_has_no_plan() -> None:
 
 
 def test_a_plan() -> None:
-    done = command("pipelines.plan", "distilgpt2", "--documents", "100", "--set", "trainer.batch_size=2")
+    done = command("pipelines.plan", "distilgpt2", "--set", "trainer.batch_size=2")
     assert done.exit_code == 0
     assert "2 documents in a pass, 1 passes in a step, fp32" in done.output
-    assert "100 documents in the bank, each 18,432 bytes in bf16 or 9,264 bytes in int8" in done.output
-    training, answering = done.output.split("\nanswering")
-    lm, *_, whole = [line.split() for line in training.splitlines() if line.startswith(("base LM", "in all"))]
-    assert lm[2:4] == ["81.9", "0.0"]
-    assert float(whole[3]) == pytest.approx(173.0, abs=0.1)
-    assert sum(map(float, whole[4:8])) == pytest.approx(float(whole[8]), abs=0.02)
-    assert [line.split()[0] for line in answering.splitlines()[1:]] == [
-        "base", "amortization", "input", "aggregation", "modulation", "in",
-    ]  # fmt: skip
+    assert "a document of one chunk in a bank: 18,432 bytes in bf16 or 9,264 bytes in int8" in done.output
+    rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in done.output.splitlines() if "│" in line]
+    assert [row[0] for row in rows] == [*PARTS, "in all"]
+    lm, whole = rows[0], rows[-1]
+    assert lm[1:3] == ["81.9", "0.0"]
+    assert float(whole[2]) == pytest.approx(173.0, abs=0.1)
+    assert sum(map(float, whole[3:7])) == pytest.approx(float(whole[7]), abs=0.02)
+    for column in (1, 2, 8, 10, 11):
+        total = sum(float(row[column].replace(",", "")) for row in rows[:-1])
+        assert total == pytest.approx(float(whole[column].replace(",", "")), abs=0.3)
 
 
 @pytest.mark.slow

@@ -5,15 +5,12 @@ from __future__ import annotations
 import csv
 import io
 import shutil
-import subprocess
-import sys
 import tarfile
 from pathlib import Path
 
 import pytest
 
 from mac_rag.data import load_dataset
-from mac_rag.data.newswire.generate import generate
 from mac_rag.errors import DataError
 from pipelines.prepare_archivalqa import (
     YEARS,
@@ -192,22 +189,3 @@ def test_folders_without_a_corpus_or_a_match_are_refused(tmp_path: Path, corpus:
         list(read_articles(tmp_path))
     with pytest.raises(DataError, match="is not a folder"):
         prepare([questions(tmp_path, row("val_0", "1_0"))], tmp_path / "none", tmp_path / "out")
-
-
-def run(module: str, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", module, *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, check=False)
-
-
-def test_newswire_is_written_in_the_same_schema(tmp_path: Path) -> None:
-    sizes = {"train": 30, "val": 20, "test": 25, "qa_lt": 15, "qa_lt_val": 10}
-    options = [text for split, size in sizes.items() for text in (f"--{split.replace('_', '-')}", str(size))]
-    result = run(
-        "pipelines.make_newswire", "--output", tmp_path, "--seed", "5", "--questions-per-document", "2", *options
-    )
-    assert result.returncode == 0, result.stderr
-    read = {split: load_dataset("archivalqa", split, tmp_path) for split in sizes}
-    assert {split: len(dataset.documents) for split, dataset in read.items()} == sizes
-    assert read["test"].questions == generate("test", 25, seed=5, questions_per_document=2).questions
-    ids = [document.id for dataset in read.values() for document in dataset.documents]
-    assert len(set(ids)) == len(ids)

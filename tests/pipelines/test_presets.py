@@ -20,7 +20,7 @@ from tests.pipelines.helpers import TRAINER
 def loaded(kind: Any, folder: Path, values: dict[str, Any], *overrides: str) -> Any:
     """A recipe of a kind that was written to a folder."""
     path = folder / "recipe.yaml"
-    path.write_text(yaml.safe_dump({**values, "trainer": TRAINER}))
+    path.write_text(yaml.safe_dump({"task": "train", **values, "trainer": TRAINER}))
     return load_recipe(kind, str(path), list(overrides))
 
 

@@ -3,24 +3,27 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from pipelines.tasks import pretrain
 from pipelines.tasks.pretrain import PretrainConfig, PretrainTask
 from pipelines.trainer import Trainer
-from tests.pipelines.helpers import TRAINER
+from tests.pipelines.helpers import SHORT_PRETRAINING, TRAINER
+
+RECIPE = PretrainConfig.parse({"trainer": {**TRAINER, "best": "perplexity"}}, "t")
 
 
-def pretrain_recipe(**values: Any) -> PretrainConfig:
-    return PretrainConfig.parse({"trainer": {**TRAINER, "best": "perplexity"}, **values}, "t")
+@pytest.fixture(autouse=True)
+def short(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in SHORT_PRETRAINING.items():
+        monkeypatch.setattr(pretrain, name, value)
 
 
 def test_an_lm_from_newswire(tmp_path: Path) -> None:
-    recipe = pretrain_recipe(documents=60, validation_documents=4, copy_steps=2)
-    task = PretrainTask(recipe, tmp_path)
+    task = PretrainTask(RECIPE, tmp_path)
     ids, targets = task.batch(0, 0, 3)  # random tokens said twice, the second time as targets
     half = (ids.shape[1] - 1) // 2
     assert torch.equal(ids[:, 1 : half + 1], ids[:, half + 1 :])
@@ -28,7 +31,7 @@ def test_an_lm_from_newswire(tmp_path: Path) -> None:
     assert torch.equal(targets[:, half + 2 :], ids[:, half + 2 :])
     ids, _ = task.batch(2, 0, 3)
     assert all("Question:" in text for text in task.tokenizer.batch_decode(ids))
-    figures = Trainer(task, recipe.trainer, tmp_path).run()
+    figures = Trainer(task, RECIPE.trainer, tmp_path).run()
     assert figures.keys() == {"perplexity", "em", "f1"}
     lm, tokenizer = (
         AutoModelForCausalLM.from_pretrained(tmp_path / "last"),
@@ -42,8 +45,8 @@ def test_an_lm_from_newswire(tmp_path: Path) -> None:
 
 
 def test_the_loss_is_the_mean_over_the_tokens_after_the_first(tmp_path: Path) -> None:
-    task = PretrainTask(pretrain_recipe(documents=20, validation_documents=4), tmp_path)
-    batch = task.batch(0, 0, 4)
+    task = PretrainTask(RECIPE, tmp_path)
+    batch = task.batch(2, 0, 4)  # the first after those on copies
     assert torch.equal(batch[1] == -100, batch[0] == task.tokenizer.pad_token_id)
     total, count = 0.0, 0
     with torch.no_grad():

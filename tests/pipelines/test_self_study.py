@@ -219,8 +219,8 @@ class TestResuming:
     def test_another_configuration_is_refused(self, tmp_path: Path, llm: type[RuleLLM]) -> None:
         source = write(tmp_path, self.TEXTS[:2])
         study([source], LLM, tmp_path / "out", per_passage=2)
-        with pytest.raises(ConfigError, match="per_passage was 2 and is now 3; seed was 0 and is now 1"):
-            study([source], LLM, tmp_path / "out", per_passage=3, seed=1)
+        with pytest.raises(ConfigError, match="per_passage was 2 and is now 3; own_answers was false and is now true"):
+            study([source], LLM, tmp_path / "out", per_passage=3, own_answers=True)
         write(tmp_path, self.TEXTS[:3])
         with pytest.raises(ConfigError, match="documents_sha256 was"):
             study([source], LLM, tmp_path / "out", per_passage=2)

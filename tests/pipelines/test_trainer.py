@@ -177,10 +177,10 @@ class TestResume:
 
     def test_another_configuration_in_the_folder_is_refused(self, tmp_path: Path) -> None:
         config = TrainerConfig(steps=5, batch_size=2, learning_rate=0.1)
-        keep_recipe(config, tmp_path)
-        keep_recipe(config, tmp_path)
-        with pytest.raises(ConfigError, match="another configuration"):
-            keep_recipe(config.model_copy(update={"steps": 6}), tmp_path)
+        keep_recipe(config.model_dump(mode="json"), tmp_path)
+        keep_recipe(config.model_dump(mode="json"), tmp_path)
+        with pytest.raises(ConfigError, match="another configuration: steps was 5 and is now 6"):
+            keep_recipe(config.model_dump(mode="json") | {"steps": 6}, tmp_path)
 
 
 def _refused_for(name: str) -> Callable[..., None]:

@@ -24,6 +24,7 @@ from mac_rag.retrieval import BM25Retriever
 from pipelines.corpora.continuations import read_continuations
 from pipelines.corpora.multi_document import generate_multi_document
 from pipelines.corpora.packs import PackConfig, PackMaker, joined_documents
+from pipelines.tasks import tune_reading
 from pipelines.tasks.tune_reading import TuneReadingConfig, TuneReadingTask
 from pipelines.trainer import Trainer
 from tests.helpers import Folder
@@ -39,8 +40,6 @@ def recipe(model_folder: Folder, **values: Any) -> TuneReadingConfig:
         "turn": "Context: {document}\n\nQuestion: {question}",
         "packs": {"documents": [1, 2, 3], "questions": 4, "absent": 0.2},
         "data": {"name": "newswire", "documents": 12, "validation_documents": 6},
-        "lora_rank": 2,
-        "validation_questions": 4,
         "trainer": {
             "steps": 4, "batch_size": 1, "learning_rate": 0.01, "validate_every": 2, "save_every": 1,
             "best": "f1_right",
@@ -50,6 +49,12 @@ def recipe(model_folder: Folder, **values: Any) -> TuneReadingConfig:
 
 
 COMPRESSION = [16, 32]
+
+
+@pytest.fixture(autouse=True)
+def few_questions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of each validation."""
+    monkeypatch.setattr(tune_reading, "_VALIDATED", 4)
 
 
 @pytest.fixture(scope="module")
@@ -258,11 +263,11 @@ def test_from_an_lm_and_questions_to_its_memory(model_folder: Folder, data: QADa
         for q in data.questions[:60]
     ]
     (tmp_path / "mine.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    few = {"trainer.steps": 2, "trainer.validate_every": 2, "validation_questions": 2}
+    few = {"trainer.steps": 2, "trainer.validate_every": 2}
     sets = [part for name, value in few.items() for part in ("--set", f"{name}={value}")]
     tuned = command(
-        "pipelines.tune_reading", "--config", "my-lm-reading", "--lm", str(model_folder(lm)),
-        "--data", str(tmp_path / "mine.jsonl"), "--output", str(tmp_path / "run"), *sets,
+        "pipelines.train", "--config", "my-lm-reading", "--output", str(tmp_path / "run"),
+        "--set", f"base_lm.name={model_folder(lm)}", "--set", f"data.path={tmp_path / 'mine.jsonl'}", *sets,
     )  # fmt: skip
     assert tuned.exit_code == 0, tuned.output
     model = MACModel.around(
@@ -302,11 +307,15 @@ class TestRefusals:
             TuneReadingTask(recipe(model_folder, data={"name": "own", "path": str(tmp_path)}))
 
     @pytest.mark.parametrize("adapter", ["nowhere", "empty", "rank"])
-    def test_a_folder_without_fitting_updates(self, model_folder: Folder, tmp_path: Path, adapter: str) -> None:
+    def test_a_folder_without_fitting_updates(
+        self, model_folder: Folder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, adapter: str
+    ) -> None:
         (tmp_path / "empty").mkdir()
         if adapter == "rank":
-            TuneReadingTask(recipe(model_folder, lora_rank=4)).save(tmp_path / "rank")
-        with pytest.raises(ModelLoadError, match=f"{adapter} holds no updates of this LM of rank 2"):
+            with monkeypatch.context() as patched:
+                patched.setattr(tune_reading, "LORA_RANK", 4)
+                TuneReadingTask(recipe(model_folder)).save(tmp_path / "rank")
+        with pytest.raises(ModelLoadError, match=f"{adapter} holds no updates of this LM of rank 16"):
             TuneReadingTask(recipe(model_folder, adapter=str(tmp_path / adapter)))
 
     @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from pipelines.tasks import tune_reading
 from pipelines.tasks.train import TrainTask
 from pipelines.tasks.train_config import TrainConfig
 from pipelines.tasks.tune_qa import TuneConfig, TuneTask
@@ -26,8 +27,6 @@ _RECIPES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
             "turn": "Context: {document}\n\nQuestion: {question}",
             "packs": {"documents": [1, 2, 3], "questions": 4, "absent": 0.2},
             "compression": [16, 32],
-            "lora_rank": 2,
-            "validation_questions": 4,
         },
     ),
     "train": (
@@ -66,6 +65,7 @@ def train(
         kill: step in which the last process dies as by kill -9; None for none.
     """
     config, make, recipe = _RECIPES[kind]
+    tune_reading._VALIDATED = 4
     recipe = merged(recipe, {"data": {"name": "newswire", "documents": 40, "validation_documents": 4}})
     lm = {"base_lm": {"name": str(models / ("instruct" if kind == "tune_reading" else "llama"))}}
     encoders = {

@@ -66,7 +66,7 @@ class Torture(Mutations):
         (folder / "squad.json").write_text(json.dumps({"data": [_ARTICLE]}))
         (folder / "squad.json.gz").write_bytes(gzip.compress(json.dumps({"data": [_ARTICLE]}).encode()))
         (folder / "pipeline.yaml").write_bytes((RECIPES / "mac-tiny" / "pipeline.yaml").read_bytes())
-        (folder / "train.yaml").write_text(json.dumps(read_recipe("mac-tiny/train", None).values))
+        (folder / "train.yaml").write_text(json.dumps({"task": "train", **read_recipe("mac-tiny/train", None).values}))
         return [folder]
 
     def ways(self, folder: Path, *, sealed: bool) -> Sequence[Way]:
