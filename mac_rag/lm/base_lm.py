@@ -34,6 +34,7 @@ from mac_rag.lm.decoding import (
 from mac_rag.lm.devices import DeviceMap, device_of
 from mac_rag.lm.loading import list_of_layers, load_causal_lm
 from mac_rag.lm.prompt import positions_of, slot_segments
+from mac_rag.nn.block_prefix import grouping
 from mac_rag.nn.cpu_linear import use_onednn
 from mac_rag.nn.growing_cache import growing
 from mac_rag.nn.modulation import LMShape, Modulation, attached, linear_names
@@ -233,7 +234,7 @@ class BaseLM(nn.Module):
             "past_key_values": self._cache(modulation),
             **self.architecture.segment_arguments(segments, hidden_tokens),
         }
-        with attached(modulation, self.model):
+        with attached(modulation, self.model), grouping(self.model):
             if self.architecture.linear_head:
                 states = self.model.base_model(**inputs).last_hidden_state[:, -longest - 1 : -1]
                 logits: Tensor = self.model.get_output_embeddings()(states[is_answer.to(states.device)])
@@ -476,7 +477,7 @@ class BaseLM(nn.Module):
         segments: Mapping[str, Tensor],
     ) -> Any:
         """One pass over tokens `[B, L]` that follow a cache; the LM's output, with logits of the last token only."""
-        with attached(modulation, self.model):
+        with attached(modulation, self.model), grouping(self.model):
             return self.model(
                 input_ids=ids,
                 attention_mask=mask,
