@@ -426,6 +426,7 @@ class MACModel(nn.Module, ABC):
         memory_weight: float | None = None,
         sampling: Sampling = GREEDY,
         between: Callable[[], object] | None = None,
+        ended: Callable[[int, Decoded], object] | None = None,
     ) -> list[Decoded]:
         """Answers questions: `LM(d + x; phi*)`.
 
@@ -437,6 +438,7 @@ class MACModel(nn.Module, ABC):
             memory_weight: lambda after documents (see `mac_rag.lm.decoding`); None for the configured weight.
             sampling: how tokens are chosen, and which strings end an answer early.
             between: called before each pass of the LM, which it may use for something else meanwhile.
+            ended: called with the number and the answer of each question once its answer has ended.
 
         Raises:
             ConfigError: for a memory_weight that is not above 0 and at most 1.
@@ -453,6 +455,7 @@ class MACModel(nn.Module, ABC):
                 sampling=sampling,
                 sources=self.span_sources([fitted[i] for i in rows]),
                 between=between,
+                ended=ended and (lambda place, answer, rows=rows: ended(rows[place], answer)),
             )
             for i, text in zip(rows, texts, strict=True):
                 answers[i] = text
