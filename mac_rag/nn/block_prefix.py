@@ -136,9 +136,13 @@ class BlockPrefix(Modulation):
 
 @contextmanager
 def grouping(lm: Any) -> Iterator[None]:
-    """On a CPU, gives an LM in bf16 with PyTorch's attention `grouped_attention` within the context."""
+    """On a CPU, gives an LM in bf16 with PyTorch's attention `grouped_attention` within the context.
+
+    An LM that does not take other attention than its own would compute by hand, and without a mask not even causally.
+    """
     weight, implementation = lm.get_input_embeddings().weight, lm.config._attn_implementation
-    if weight.dtype == torch.bfloat16 and weight.device.type == "cpu" and implementation == "sdpa":
+    on_cpu = weight.dtype == torch.bfloat16 and weight.device.type == "cpu"
+    if on_cpu and implementation == "sdpa" and getattr(lm, "_supports_attention_backend", False):
         lm.config._attn_implementation = _GROUPED
     try:
         yield
