@@ -277,11 +277,11 @@ def _answer(
     mass = None if aggregated is None else aggregated.mass
     masses = None if mass is None else reader.by_document(mass, settings.allowed)
 
-    def told(rows: list[int], texts: Sequence[Decoded]) -> list[Answer]:
+    def told(rows: Sequence[int], texts: Sequence[Decoded]) -> list[Answer]:
         some, asked = [batch[row] for row in rows], [prompts[row] for row in rows]
         sources: list[tuple[Source, ...]] = [()] * len(rows)
         if settings.sources:
-            own = None if masses is None else (masses[0], masses[1][rows])
+            own = None if masses is None else (masses[0], masses[1][list(rows)])
             read = [texts_read(one.hits, one.prompt) for one in some]
             sources = find_sources([prompt.question for prompt in asked], texts, read, own, reader, settings.sources)
         written = in_their_letters(reader, asked, texts, sources, settings.allowed, with_memory=settings.use_memory)
@@ -305,6 +305,13 @@ def _answer(
         evidence = evidence_from(reader, asked, texts, phi, settings.allowed)
         return doubted(reader.model, asked, answers, evidence, settings.min_confidence)
 
+    left = set(range(len(batch)))
+
+    def hand_over(rows: Sequence[int], texts: Sequence[Decoded]) -> None:
+        left.difference_update(rows)
+        for row, answer in zip(rows, told(rows, texts), strict=True):
+            take(batch[row], answer)
+
     # What needs further passes of the LM or of the memory is done for all questions at once.
     waits = settings.min_confidence is not None or not reader.model.base_lm.keeps_letters
     texts = reader.model.generate(
@@ -314,11 +321,11 @@ def _answer(
         memory_weight=settings.memory_weight,
         sampling=settings.sampling,
         between=between,
-        ended=None if waits else lambda row, text: take(batch[row], told([row], [text])[0]),
+        ended=None if waits else lambda row, text: hand_over([row], [text]),
     )
-    if waits:
-        for one, answer in zip(batch, told(list(range(len(batch))), texts), strict=True):
-            take(one, answer)
+    if left:
+        rest = sorted(left)
+        hand_over(rest, [texts[row] for row in rest])
 
 
 def in_their_letters(

@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from functools import partial
 from itertools import takewhile
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Protocol, Self, TypeVar
@@ -446,6 +447,11 @@ class MACModel(nn.Module, ABC):
         fitted = self._as_fitted(prompts, contexts)
         weights = self._weights(fitted, memory_weight)
         answers = [Decoded("")] * len(fitted)
+
+        def tell(rows: Sequence[int], place: int, answer: Decoded) -> None:
+            if ended is not None:
+                ended(rows[place], answer)
+
         for rows in self._batches(fitted, modulation):
             texts = self.base_lm.generate(
                 [self.ids_read(fitted[i], with_memory=modulation is not None) for i in rows],
@@ -455,7 +461,7 @@ class MACModel(nn.Module, ABC):
                 sampling=sampling,
                 sources=self.span_sources([fitted[i] for i in rows]),
                 between=between,
-                ended=ended and (lambda place, answer, rows=rows: ended(rows[place], answer)),
+                ended=partial(tell, rows),
             )
             for i, text in zip(rows, texts, strict=True):
                 answers[i] = text
