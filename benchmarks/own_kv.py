@@ -262,22 +262,31 @@ def limits(
     def reads(lm_itself: Callable[..., Any], count: int) -> None:
         lm_itself(input_ids=torch.arange(5, 5 + count)[None], use_cache=True, logits_to_keep=1)
 
-    def after(lm_itself: Callable[..., Any], count: int) -> Callable[[], object]:
-        cache, ids = DynamicCache(), torch.full((1, count), 5)
-        lm_itself(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
-        return lambda: lm_itself(input_ids=ids[:, :1], past_key_values=cache, use_cache=True, logits_to_keep=1)
+    def after(count: int) -> Callable[[], object]:
+        cache, prompt = DynamicCache(), torch.full((1, count), 5)
+        plain(input_ids=prompt, past_key_values=cache, use_cache=True, logits_to_keep=1)
+        return lambda: plain(input_ids=prompt[:, :1], past_key_values=cache, use_cache=True, logits_to_keep=1)
+
+    def ours_after(prompt: Sequence[int], rows: Sequence[torch.Tensor]) -> Callable[[], object]:
+        phi = ReadRows([[ReadRow(one, 0.0) for one in rows]])
+        steps = model.base_lm._decode([prompt], model._modulation(phi) if rows else None, None)
+        next(steps)  # reads the prompt
+        return lambda: next(steps)
 
     ours = model.base_lm.model
     ids = [token for text in texts for token in model.plan(text)[0]]
     rows = [ids[128 * place : 128 * (place + 1)] for place in range(16)]
     codes, asked = model.amortize_rows(rows), model.fit_to_window("Who is named first in the context?").after_memory
+    kept = [model.decode(one) for one in codes]
     with torch.no_grad():
         for count in (32, 128, 512):
             floor = 2 * (layers * count + head) / flops
             row(f"reads {count} tokens", floor, partial(reads, plain, count), partial(reads, ours, count))
         for count in (128, 2048):
             floor = 2 * (layers + head + count * raw.raw_bytes / 2) / copied
-            row(f"a token after {count}", floor, after(plain, count), after(ours, count))
+            theirs = after(count)
+            row(f"a token after {count} of text", floor, theirs, ours_after([5] * count, []))
+            row(f"a token after {count} of rows", floor, theirs, ours_after(asked, kept[: count // 128]))
 
     @torch.no_grad()
     def answers(count: int, decoded: Sequence[torch.Tensor] | None) -> None:
@@ -290,7 +299,6 @@ def limits(
         for one in codes[:count]:
             model.decode(one)
 
-    kept = [model.decode(one) for one in codes]
     for count in (3, 16):
         decoding = 2 * count * 128 * of_codec / flops
         read = 2 * (layers * len(asked) + head) / flops

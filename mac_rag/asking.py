@@ -15,11 +15,11 @@ from torch import Tensor
 
 from mac_rag.bank.base_reader import Aggregated, Reader
 from mac_rag.bank.interface import BankContents, SharedBank
-from mac_rag.batching_queue import isolating_errors
+from mac_rag.batching_queue import Batch, isolating_errors
 from mac_rag.data.characters import check_text
 from mac_rag.data.metrics import comparable
 from mac_rag.data.provenance import content_hash
-from mac_rag.data.types import Answer, Document, Source
+from mac_rag.data.types import Answer, Decoded, Document, Source
 from mac_rag.errors import ConfigError
 from mac_rag.lm.chat import Message
 from mac_rag.lm.decoding import Sampling
@@ -106,13 +106,15 @@ class _Prepared:
 
 
 def answer_calls(
-    calls: Sequence[Call],
+    calls: Batch[Call],
     settings: Settings,
     reader: Reader,
     retriever: ConsistentRetrieval | None,
     between: Callable[[], object],
 ) -> list[list[Answer] | Exception]:
-    """Answers the questions of all calls; `between` is as `MACModel.generate` takes it.
+    """Answers the questions of all calls. Each call is finished once its own questions are answered.
+
+    `between` is as `MACModel.generate` takes it.
 
     Returns:
         For each call its answers, or the exception that its questions or its retrieval raised.
@@ -130,18 +132,21 @@ def answer_calls(
             ready += _prepared(number, call, contexts, settings, reader, scored)
         except Exception as error:
             results[number] = error
+            calls.finish(number, error)
     ready.sort(key=lambda one: len(one.prompt.question) + sum(map(len, one.prompt.contexts)))
-    answers: dict[tuple[int, int], Answer] = {}
+    answers: dict[int, dict[int, Answer]] = {}  # by call and place
     with progress_bar("answer", len(ready), disable=not settings.progress) as bar:
+
+        def take(one: _Prepared, answer: Answer) -> None:
+            own = answers.setdefault(one.call, {})
+            own[one.place] = answer
+            if len(own) == len(calls[one.call].questions):
+                done = results[one.call] = [own[place] for place in sorted(own)]
+                calls.finish(one.call, done)
+            bar.advance()
+
         for first in range(0, len(ready), settings.batch_size):
-            batch = ready[first : first + settings.batch_size]
-            for one, answer in zip(batch, _answered(batch, settings, reader, between), strict=True):
-                answers[one.call, one.place] = answer
-            bar.advance(len(batch))
-    for number, place in sorted(answers):
-        result = results[number]
-        assert isinstance(result, list)
-        result.append(answers[number, place])
+            _answer(ready[first : first + settings.batch_size], settings, reader, between, take)
     return results
 
 
@@ -233,14 +238,57 @@ def written(
     return replace(write([hit.text for hit in others]), read=tuple(read))
 
 
-def _answered(
-    batch: Sequence[_Prepared], settings: Settings, reader: Reader, between: Callable[[], object]
-) -> list[Answer]:
-    """The answers to one batch of questions."""
+def _answer(
+    batch: Sequence[_Prepared],
+    settings: Settings,
+    reader: Reader,
+    between: Callable[[], object],
+    take: Callable[[_Prepared, Answer], object],
+) -> None:
+    """Answers one batch of questions, and hands each over when it has ended."""
     prompts = [one.prompt for one in batch]
     aggregated = None
     if settings.use_memory:
         aggregated = aggregate_prompts(reader, prompts, settings.allowed, mass=settings.sources > 0)
+    mass = None if aggregated is None else aggregated.mass
+    masses = None if mass is None else reader.by_document(mass, settings.allowed)
+
+    def told(rows: Sequence[int], texts: Sequence[Decoded]) -> list[Answer]:
+        some, asked = [batch[row] for row in rows], [prompts[row] for row in rows]
+        sources: list[tuple[Source, ...]] = [()] * len(rows)
+        if settings.sources:
+            own = None if masses is None else (masses[0], masses[1][list(rows)])
+            read = [texts_read(one.hits, one.prompt) for one in some]
+            sources = find_sources([prompt.question for prompt in asked], texts, read, own, reader, settings.sources)
+        written = in_their_letters(reader, asked, texts, sources, settings.allowed, with_memory=settings.use_memory)
+        answers = [
+            Answer(
+                text,
+                one.prompt.contexts,
+                tuple(hit.document_id for hit in one.hits if hit.document_id),
+                one.prompt.truncated,
+                0.0 if aggregated is None else float(aggregated.discarded[row]),
+                found,
+                decoded=decoded,
+                prompt_tokens=len(one.prompt.ids),
+            )
+            for row, one, decoded, text, found in zip(rows, some, texts, written, sources, strict=True)
+        ]
+        if settings.min_confidence is None:
+            return answers
+        phi = None if aggregated is None else aggregated.phi
+        evidence = evidence_from(reader, asked, texts, phi, settings.allowed)
+        return doubted(reader.model, asked, answers, evidence, settings.min_confidence)
+
+    left = set(range(len(batch)))
+
+    def hand_over(rows: Sequence[int], texts: Sequence[Decoded]) -> None:
+        left.difference_update(rows)
+        for row, answer in zip(rows, told(rows, texts), strict=True):
+            take(batch[row], answer)
+
+    # What needs further passes of the LM or of the memory is done for all questions at once.
+    waits = settings.min_confidence is not None or not reader.model.base_lm.keeps_letters
     texts = reader.model.generate(
         prompts,
         modulation=None if aggregated is None else aggregated.phi,
@@ -248,40 +296,11 @@ def _answered(
         memory_weight=settings.memory_weight,
         sampling=settings.sampling,
         between=between,
+        ended=None if waits else lambda row, text: hand_over([row], [text]),
     )
-    discarded = [0.0] * len(batch) if aggregated is None else aggregated.discarded.tolist()
-    sources: list[tuple[Source, ...]] = [()] * len(batch)
-    if settings.sources:
-        questions = [prompt.question for prompt in prompts]
-        mass = None if aggregated is None else aggregated.mass
-        masses = None if mass is None else reader.by_document(mass, settings.allowed)
-        read = [texts_read(one.hits, one.prompt) for one in batch]
-        sources = find_sources(questions, texts, read, masses, reader, settings.sources)
-    answers = [
-        Answer(
-            text,
-            one.prompt.contexts,
-            tuple(hit.document_id for hit in one.hits if hit.document_id),
-            one.prompt.truncated,
-            share,
-            found,
-            decoded=decoded,
-            prompt_tokens=len(one.prompt.ids),
-        )
-        for one, decoded, text, share, found in zip(
-            batch,
-            texts,
-            in_their_letters(reader, prompts, texts, sources, settings.allowed, with_memory=settings.use_memory),
-            discarded,
-            sources,
-            strict=True,
-        )
-    ]
-    if settings.min_confidence is None:
-        return answers
-    phi = None if aggregated is None else aggregated.phi
-    evidence = evidence_from(reader, prompts, texts, phi, settings.allowed)
-    return doubted(reader.model, prompts, answers, evidence, settings.min_confidence)
+    if left:
+        rest = sorted(left)
+        hand_over(rest, [texts[row] for row in rest])
 
 
 def in_their_letters(

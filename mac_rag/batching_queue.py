@@ -61,6 +61,27 @@ class _Entry:
         return self.cancelled is not None and self.cancelled()
 
 
+class Batch(Sequence[_Request]):
+    """Requests that run together.
+
+    `finish` gives one its outcome while the others still run.
+    """
+
+    def __init__(self, entries: list[_Entry], finish: Callable[[_Entry, Any], None]) -> None:
+        self._entries = entries
+        self._finish = finish
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __getitem__(self, place: Any) -> Any:
+        return self._entries[place].request
+
+    def finish(self, place: int, outcome: Any) -> None:
+        """Gives the request at this place its result, or its exception; its thread need not wait for the batch."""
+        self._finish(self._entries[place], outcome)
+
+
 class BatchingQueue:
     """Gives one thread at a time its turn, the one that has waited longest. Requests that wait together share a turn.
 
@@ -116,7 +137,7 @@ class BatchingQueue:
 
     def submit(
         self,
-        run: Callable[[Sequence[_Request]], Sequence[_Result | Exception]],
+        run: Callable[[Batch[_Request]], Sequence[_Result | Exception]],
         request: _Request,
         *,
         group: Hashable,
@@ -128,7 +149,7 @@ class BatchingQueue:
 
         Args:
             run: from a batch of requests to their results, in the same order. A request that fails alone gives an
-                exception instead of its result.
+                exception instead of its result. One that is finished before (`Batch.finish`) keeps that outcome.
             request: the request.
             group: requests of equal groups may share a batch; the `run` of any of them runs it. Not None.
             size: size of the request.
@@ -141,9 +162,12 @@ class BatchingQueue:
             Exception: the one that `run` gave for this request, or raised for its batch. What ends a single thread, as
                 `KeyboardInterrupt`, is no such exception: another thread runs the rest of the batch again.
         """
-        if self.is_mine:
-            return _result(run([request])[0])
         entry = _Entry(request, group, size, cancelled=cancelled)
+        if self.is_mine:
+            [outcome] = run(Batch([entry], self._finish))
+            self._finish(entry, outcome)
+            nested: _Result = _result(entry.outcome)
+            return nested
         try:
             if self._wait(entry):
                 self._run_batch(entry, run, limit)
@@ -235,13 +259,30 @@ class BatchingQueue:
             self._changed.notify_all()
 
     def _end_turn(self) -> None:
-        self._holder, now = None, time.monotonic()
+        self._charge()
+        self._holder = None
+
+    def _charge(self) -> None:
+        """Charges the present turn so far to its owners."""
+        now = time.monotonic()
         for owner in self._paying:
             self._used[owner] += (now - self._began) / len(self._paying)
             self._last[owner] = now
+        self._began = now
+
+    def _finish(self, entry: _Entry, outcome: Any) -> None:
+        """Gives an entry its outcome, once; its owner does not pay for the rest of the turn, unless it is the last."""
+        with self._changed:
+            if entry.done:
+                return
+            entry.outcome, entry.done = outcome, True
+            if entry.owner in self._paying and len(self._paying) > 1:
+                self._charge()
+                self._paying.remove(entry.owner)
+            self._changed.notify_all()
 
     def _run_batch(
-        self, first: _Entry, run: Callable[[Sequence[_Request]], Sequence[_Result | Exception]], limit: int
+        self, first: _Entry, run: Callable[[Batch[_Request]], Sequence[_Result | Exception]], limit: int
     ) -> None:
         batch: list[_Entry] = []
         try:
@@ -253,12 +294,11 @@ class BatchingQueue:
                 self._last_batch = len(batch)
             outcomes: Sequence[_Result | Exception]
             try:
-                outcomes = run([entry.request for entry in batch])
+                outcomes = run(Batch(batch, self._finish))
             except Exception as error:
                 outcomes = [error] * len(batch)
-            with self._changed:
-                for entry, outcome in zip(batch, outcomes, strict=True):
-                    entry.outcome, entry.done = outcome, True
+            for entry, outcome in zip(batch, outcomes, strict=True):
+                self._finish(entry, outcome)
         finally:
             with self._changed:  # without effect, unless this thread alone is to end
                 rest = [entry for entry in batch[1:] if not entry.done and not entry.abandoned]

@@ -37,7 +37,7 @@ from mac_rag.bank.bm25 import BankBM25Retriever
 from mac_rag.bank.interface import Bank, BankContents, SharedBank
 from mac_rag.bank.known_documents import KnownDocuments
 from mac_rag.bank.reader import reader_of
-from mac_rag.batching_queue import BatchingQueue, isolating_errors
+from mac_rag.batching_queue import Batch, BatchingQueue, isolating_errors
 from mac_rag.config import AttentionConfig, BoundConfig
 from mac_rag.data.characters import check_text
 from mac_rag.data.dates import AsOf, moment_of_question
@@ -384,7 +384,7 @@ class MACEngine:
             cancelled=cancelled,
         )
 
-    def _answer(self, calls: Sequence[Call], settings: Settings) -> list[list[Answer] | Exception]:
+    def _answer(self, calls: Batch[Call], settings: Settings) -> list[list[Answer] | Exception]:
         if self.on_batch is not None:
             self.on_batch(sum(len(call.questions) for call in calls))
         with self._question() as retriever:

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from mac_rag.data.newswire.generate import generate
-from mac_rag.data.types import Document
+from mac_rag.data.types import Answer, Document
 from mac_rag.engine import MACEngine
 from mac_rag.errors import BankError, DocumentError
 from mac_rag.lm.decoding import Sampling
@@ -154,6 +154,36 @@ def test_what_fails_for_a_whole_batch_fails_for_all_of_it_and_not_for_the_next(
     empty = MACEngine(engine.model)
     outcomes = Crowd(empty, monkeypatch)(*(lambda q=question: empty.answer([q]) for question in QUESTIONS[:3]))
     assert all(isinstance(outcome, BankError) for outcome in outcomes)
+
+
+def test_a_call_whose_questions_have_ended_does_not_wait_for_the_others(
+    engine: MACEngine, crowd: Crowd, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The LM's last answer ends only after the caller of the others has them."""
+    monkeypatch.setattr(engine.model.base_lm, "keeps_letters", True)
+    calls = [QUESTIONS[:1], QUESTIONS[1:3]]
+
+    def told(answers: Sequence[Answer]) -> list[tuple[str, list[str | None]]]:
+        return [(answer.text, [source.document_id for source in answer.sources]) for answer in answers]
+
+    expected = [told(engine.answer(part, sources=2)) for part in calls]
+    returned, generate = threading.Event(), engine.model.generate
+
+    def in_turn(prompts: Sequence[Any], *, ended: Callable[..., Any], **options: Any) -> Any:
+        said = generate(prompts, **options)
+        for row in sorted(range(len(said)), key=lambda row: prompts[row].question in calls[0]):
+            if prompts[row].question in calls[0]:
+                assert returned.wait(20)
+            ended(row, said[row])
+        return said
+
+    def ask_two() -> Sequence[Answer]:
+        answers = engine.answer(calls[1], sources=2)
+        returned.set()
+        return answers
+
+    monkeypatch.setattr(engine.model, "generate", in_turn)
+    assert [told(answers) for answers in crowd(lambda: engine.answer(calls[0], sources=2), ask_two)] == expected
 
 
 def test_attention_of_threads_shares_one_pass(engine: MACEngine, crowd: Crowd, monkeypatch: pytest.MonkeyPatch) -> None:

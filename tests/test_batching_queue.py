@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mac_rag.batching_queue import OWNER, BatchingQueue, isolating_errors
+from mac_rag.batching_queue import OWNER, Batch, BatchingQueue, isolating_errors
 from mac_rag.errors import CancelledError
 from tests.helpers import wait_until
 
@@ -319,6 +319,57 @@ def _turns_of(owner: str, queue: BatchingQueue) -> None:
     OWNER.set(owner)
     with queue.turn():
         pass
+
+
+@pytest.mark.parametrize("outcome", ["early", KeyError("early")])
+def test_a_finished_request_does_not_wait_for_its_batch(worker: Worker, outcome: Any) -> None:
+    finished = threading.Event()
+
+    def run(requests: Batch[Any]) -> Sequence[Any]:
+        requests.finish(list(requests).index("short"), outcome)
+        assert finished.wait(20)
+        return [f"late {request}" for request in requests]
+
+    worker.start_first()
+    long = worker.start_and_wait("long", group="b", run=run)
+    short = worker.start_and_wait("short", group="b", run=run)
+    worker.go.set()
+    if isinstance(outcome, Exception):
+        with pytest.raises(KeyError):
+            short.result(20)
+    else:
+        assert short.result(20) == outcome
+    assert not long.done()
+    finished.set()
+    assert long.result(20) == "late long"
+
+
+def test_whoever_is_finished_pays_for_no_more_of_the_batch() -> None:
+    queue, begun, joined = BatchingQueue(), threading.Event(), threading.Event()
+
+    def run(requests: Batch[str]) -> Sequence[str]:
+        assert sorted(requests) == ["long", "short"]
+        requests.finish(list(requests).index("short"), "")
+        time.sleep(0.1)
+        return list(requests)
+
+    def ask(owner: str) -> str:
+        OWNER.set(owner)
+        return queue.submit(run, owner, group="a", size=1, limit=2)
+
+    def hold() -> None:
+        with queue.turn():
+            begun.set()
+            assert joined.wait(20)
+
+    with ThreadPoolExecutor(3) as pool:
+        pool.submit(hold)
+        assert begun.wait(20)
+        asked = [pool.submit(ask, owner) for owner in ("long", "short")]
+        wait_until(lambda: len(queue._waiting) == 2)
+        joined.set()
+        assert [one.result(20) for one in asked] == ["long", ""]
+    assert queue._used["long"] - queue._used["short"] >= 0.09
 
 
 def test_isolated_errors_hit_only_their_request() -> None:

@@ -34,6 +34,7 @@ from mac_rag.lm.decoding import (
 from mac_rag.lm.devices import DeviceMap, device_of
 from mac_rag.lm.loading import list_of_layers, load_causal_lm
 from mac_rag.lm.prompt import positions_of, slot_segments
+from mac_rag.nn.block_prefix import grouping
 from mac_rag.nn.cpu_linear import use_onednn
 from mac_rag.nn.growing_cache import growing
 from mac_rag.nn.modulation import LMShape, Modulation, attached, linear_names
@@ -233,7 +234,7 @@ class BaseLM(nn.Module):
             "past_key_values": self._cache(modulation),
             **self.architecture.segment_arguments(segments, hidden_tokens),
         }
-        with attached(modulation, self.model):
+        with attached(modulation, self.model), grouping(self.model):
             if self.architecture.linear_head:
                 states = self.model.base_model(**inputs).last_hidden_state[:, -longest - 1 : -1]
                 logits: Tensor = self.model.get_output_embeddings()(states[is_answer.to(states.device)])
@@ -252,6 +253,7 @@ class BaseLM(nn.Module):
         sampling: Sampling = GREEDY,
         sources: Sequence[Sequence[SpanSource]] | None = None,
         between: Callable[[], object] | None = None,
+        ended: Callable[[int, Decoded], object] | None = None,
     ) -> list[Decoded]:
         """Answers a batch of prompts, greedily or by sampling.
 
@@ -264,16 +266,16 @@ class BaseLM(nn.Module):
             sampling: how tokens are chosen, and which strings end an answer early.
             sources: for each row the texts that its answer may copy (see `ExtractiveDecoding`); None for free answers.
             between: called before each pass of the LM, which it may use for something else meanwhile.
+            ended: called with the number and the answer of each prompt once its answer has ended.
         """
         steps = self._decode(prompts, modulation, weights, sampling, sources)
         rows = len(prompts)  # an ensemble's steps have twice as many, in two equal halves
-        ended = torch.zeros(rows, dtype=torch.bool, device=self.device)
         live = torch.arange(rows, device=self.device)  # rows that the steps still decode
         kept: Tensor | None = None
         generated: list[Tensor] = []
-        lengths = torch.zeros_like(live)
         recorded: list[dict[int, Token]] = []  # of each step, by the rows
-        while len(generated) < max_new_tokens and not ended.all():
+        answers: dict[int, Decoded] = {}
+        while len(answers) < rows:
             if between is not None:
                 between()
             tokens = torch.full((rows,), self.tokenizer.pad_token_id, device=self.device)
@@ -282,29 +284,33 @@ class BaseLM(nn.Module):
             if sampling.log_probabilities is not None:
                 told = log_probabilities(logits, chosen, sampling.log_probabilities)
                 recorded.append(dict(zip(live.tolist(), told)))
-            generated.append(tokens.masked_fill(ended, self.tokenizer.pad_token_id))
-            goes_on = ~ended & ~self.ends(generated[-1])
-            lengths += goes_on
-            ended = ~goes_on
+            generated.append(tokens)
+            is_last = self.ends(tokens)
+            has_ended = is_last.clone()
             if sampling.stop:
                 texts = self._decoded(torch.stack(generated, 1))
-                ended |= torch.tensor([sampling.until_stop(text)[1] for text in texts], device=self.device)
-            kept = (~ended[live]).nonzero()[:, 0]
-            if len(kept) > _MOST_KEPT * len(live):
+                has_ended |= torch.tensor([sampling.until_stop(text)[1] for text in texts], device=self.device)
+            over = has_ended if len(generated) < max_new_tokens else torch.ones_like(has_ended)
+            for row in over.nonzero()[:, 0].tolist():
+                if row in answers:
+                    continue
+                ids = torch.stack([step[row] for step in generated])
+                [text] = self._decoded(ids[None])
+                said = ids.tolist()[: len(ids) - int(is_last[row])]
+                answers[row] = Decoded(
+                    sampling.until_stop(text)[0].strip(),
+                    (recorded[step][row] if recorded else Token(token) for step, token in enumerate(said)),
+                    bool(has_ended[row]),
+                )
+                if ended is not None:
+                    ended(row, answers[row])
+            going = [place for place, row in enumerate(live.tolist()) if row not in answers]
+            if len(going) > _MOST_KEPT * len(live):
                 kept = None  # dropping few rows costs more than continuing with them
             else:
+                kept = torch.tensor(going, dtype=torch.int64, device=self.device)
                 live = live[kept]
-        ids = torch.stack(generated, 1)
-        return [
-            Decoded(
-                sampling.until_stop(text)[0].strip(),
-                (recorded[step][row] if recorded else Token(token) for step, token in enumerate(said[:length])),
-                has_ended,
-            )
-            for row, (text, said, length, has_ended) in enumerate(
-                zip(self._decoded(ids), ids.tolist(), lengths.tolist(), ended.tolist(), strict=True)
-            )
-        ]
+        return [answers[row] for row in range(rows)]
 
     @torch.no_grad()
     def steps(
@@ -476,7 +482,7 @@ class BaseLM(nn.Module):
         segments: Mapping[str, Tensor],
     ) -> Any:
         """One pass over tokens `[B, L]` that follow a cache; the LM's output, with logits of the last token only."""
-        with attached(modulation, self.model):
+        with attached(modulation, self.model), grouping(self.model):
             return self.model(
                 input_ids=ids,
                 attention_mask=mask,

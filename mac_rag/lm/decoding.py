@@ -118,7 +118,7 @@ class TokenChoice:
         """
         logits = self._changed(logits, answers)
         if not self._generators:
-            return logits.argmax(-1)
+            return logits.float().argmax(-1)  # in bf16 it takes five times as long
         rows = len(self._generators)
         probabilities = (logits[:rows].float() / self._sampling.temperature).softmax(-1)
         descending, tokens = probabilities.sort(dim=-1, descending=True, stable=True)

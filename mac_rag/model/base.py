@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from functools import partial
 from itertools import takewhile
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Protocol, Self, TypeVar
@@ -426,6 +427,7 @@ class MACModel(nn.Module, ABC):
         memory_weight: float | None = None,
         sampling: Sampling = GREEDY,
         between: Callable[[], object] | None = None,
+        ended: Callable[[int, Decoded], object] | None = None,
     ) -> list[Decoded]:
         """Answers questions: `LM(d + x; phi*)`.
 
@@ -437,6 +439,7 @@ class MACModel(nn.Module, ABC):
             memory_weight: lambda after documents (see `mac_rag.lm.decoding`); None for the configured weight.
             sampling: how tokens are chosen, and which strings end an answer early.
             between: called before each pass of the LM, which it may use for something else meanwhile.
+            ended: called with the number and the answer of each question once its answer has ended.
 
         Raises:
             ConfigError: for a memory_weight that is not above 0 and at most 1.
@@ -444,6 +447,11 @@ class MACModel(nn.Module, ABC):
         fitted = self._as_fitted(prompts, contexts)
         weights = self._weights(fitted, memory_weight)
         answers = [Decoded("")] * len(fitted)
+
+        def tell(rows: Sequence[int], place: int, answer: Decoded) -> None:
+            if ended is not None:
+                ended(rows[place], answer)
+
         for rows in self._batches(fitted, modulation):
             texts = self.base_lm.generate(
                 [self.ids_read(fitted[i], with_memory=modulation is not None) for i in rows],
@@ -453,6 +461,7 @@ class MACModel(nn.Module, ABC):
                 sampling=sampling,
                 sources=self.span_sources([fitted[i] for i in rows]),
                 between=between,
+                ended=partial(tell, rows),
             )
             for i, text in zip(rows, texts, strict=True):
                 answers[i] = text

@@ -422,8 +422,8 @@ class OwnKVModel(MACModel, kind="own-kv", config_class=OwnKVConfig):
             return numbers.movedim(0, 3)
         assert self._rotation is not None
         decoded = self.codec.decode(codes, self.base_lm.dtype)
-        decoded[:, 0] = self._rotation(decoded[:, 0])
-        return decoded.to(self.base_lm.dtype, memory_format=torch.contiguous_format)
+        decoded[:, 0] = self._rotation(decoded[:, 0].float())
+        return decoded
 
     # Answering
 

@@ -22,6 +22,7 @@ from mac_rag.nn.modulation import Modulation, has_limited_layers
 
 _GROUPED = "mac_rag_grouped"  # name of this attention among transformers' own
 _MOST_SCORES = 1 << 26  # attention logits of one layer that are in memory at a time
+_FEW_QUERIES = 64  # queries of a group; beyond, it takes longer to transpose their logits than the keys
 
 
 class BlockPrefix(Modulation):
@@ -86,13 +87,8 @@ class BlockPrefix(Modulation):
 
     @contextmanager
     def attached(self, lm: Any) -> Iterator[None]:
-        """Gives the LM the masks that this prefix needs: float masks with the bias, one for each kind of layer.
-
-        On a CPU, an LM in bf16 with PyTorch's attention also gets `grouped_attention`.
-        """
-        embeddings = lm.get_input_embeddings().weight
-        config, dtype, implementation = lm.config.get_text_config(), embeddings.dtype, lm.config._attn_implementation
-        grouped = dtype == torch.bfloat16 and embeddings.device.type == "cpu" and implementation == "sdpa"
+        """Gives the LM the masks that this prefix needs: float masks with the bias, one for each kind of layer."""
+        config, dtype = lm.config.get_text_config(), lm.get_input_embeddings().weight.dtype
 
         def hook(_: Any, arguments: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
             mask = named["attention_mask"]
@@ -103,12 +99,9 @@ class BlockPrefix(Modulation):
 
         # Callers call either of the two, and some LMs (OPT) call a part of their base model and not the model itself.
         handles = [part.register_forward_pre_hook(hook, with_kwargs=True) for part in (lm, lm.base_model)]
-        if grouped:
-            lm.config._attn_implementation = _GROUPED
         try:
             yield
         finally:
-            lm.config._attn_implementation = implementation
             for handle in handles:
                 handle.remove()
 
@@ -141,20 +134,35 @@ class BlockPrefix(Modulation):
         return {kind: window if kind == "sliding_attention" else additive(seen) for kind in dict.fromkeys(kinds)}
 
 
+@contextmanager
+def grouping(lm: Any) -> Iterator[None]:
+    """On a CPU, gives an LM in bf16 with PyTorch's attention `grouped_attention` within the context.
+
+    An LM that does not take other attention than its own would compute by hand, and without a mask not even causally.
+    """
+    weight, implementation = lm.get_input_embeddings().weight, lm.config._attn_implementation
+    on_cpu = weight.dtype == torch.bfloat16 and weight.device.type == "cpu"
+    if on_cpu and implementation == "sdpa" and getattr(lm, "_supports_attention_backend", False):
+        lm.config._attn_implementation = _GROUPED
+    try:
+        yield
+    finally:
+        lm.config._attn_implementation = implementation
+
+
 def grouped_attention(
     module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
 ) -> tuple[Tensor, None]:
     """Attention of few queries to many keys, by products of matrices; as transformers calls it, `[B, heads, l, width]`.
 
-    The query heads that share keys and values are one matrix, so neither is repeated. In bf16 on a CPU this takes a
-    half to a fifth of the time of PyTorch's attention with a mask. Logits are rounded to bf16, as transformers' own
-    `eager` does. Whatever is not plain attention with a float mask is left to PyTorch's.
+    The query heads that share keys and values are one matrix, so neither is repeated. In bf16 on a CPU a token after
+    2,048 others takes a twentieth of the time of PyTorch's attention. Logits are rounded to bf16, as transformers' own
+    `eager` does. Whatever is not plain attention with a mask, or of one query to all keys, is left to PyTorch's.
     """
     heads, length, kept = query.shape[1], query.shape[2], key.shape[2]
     special = any(options.get(name) is not None for name in ("softcap", "s_aux", "position_bias", "cache"))
     if (
-        attention_mask is None
-        or not attention_mask.is_floating_point()
+        (attention_mask is None and length > 1)
         or special
         or options.get("dropout")
         or torch.is_grad_enabled()
@@ -165,8 +173,13 @@ def grouped_attention(
     scaled = query * (query.shape[3] ** -0.5 if scaling is None else scaling)
     groups = heads // key.shape[1]
     rows = scaled.unflatten(1, (-1, groups)).flatten(2, 3)  # [B, kv_heads, groups * l, width]
-    scores = (rows @ key.mT).unflatten(2, (groups, length))
-    scores += attention_mask[:, :, None]
+    # The second factor of a batch of products is copied, which takes longest if it is transposed: that is the smaller.
+    flat = (key @ rows.mT).mT.contiguous() if rows.shape[2] <= _FEW_QUERIES else rows @ key.mT
+    scores = flat.unflatten(2, (groups, length))
+    if attention_mask is not None and attention_mask.is_floating_point():
+        scores += attention_mask[:, :, None]
+    elif attention_mask is not None:  # the lowest number and not -inf: padding sees nothing, but must not become NaN
+        scores.masked_fill_(~attention_mask[:, :, None], torch.finfo(scores.dtype).min)
     out = scores.softmax(-1).flatten(2, 3) @ value
     return out.unflatten(2, (groups, length)).flatten(1, 2).transpose(1, 2).contiguous(), None
 

@@ -13,12 +13,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 from mac_rag.errors import ConfigError
+from mac_rag.nn.cpu_linear import is_supported, onednn_linear
 
 # Bits -> step of the best uniform quantizer with 2^bits levels for a standard normal variable, and its mean squared
 # error (J. Max, "Quantizing for minimum distortion", 1960). With 0 bits the error is the variance.
@@ -104,6 +106,7 @@ class KVCodec(nn.Module):
     def _forget(self) -> None:
         self._allocations.clear()
         self._matrices.clear()
+        _PACKED.pop(self, None)
 
     @property
     def fitted(self) -> bool:
@@ -165,7 +168,7 @@ class KVCodec(nn.Module):
                 in an LM of that dtype.
 
         Returns:
-            `[layers, 2, kv_heads, tokens, head_width]`, in fp32.
+            `[layers, 2, kv_heads, tokens, head_width]`, in that dtype.
         """
         rate = codes.shape[1]
         allocation = self.allocation(rate)
@@ -289,21 +292,30 @@ class KVCodec(nn.Module):
         return [functional.linear(numbers, encoder) for numbers, (encoder, _) in zip(centred, maps, strict=True)]
 
     def _numbers(self, values: Sequence[Tensor], bytes_per_token: int, dtype: torch.dtype) -> Tensor:
-        """The inverse of `_values`, in fp32."""
-        maps = self._of_rate(bytes_per_token, dtype)
-        parts = [functional.linear(part, decoder) for part, (_, decoder) in zip(values, maps, strict=True)]
-        return self._ungrouped(torch.stack(parts) + self.mean[:, None])
+        """The inverse of `_values`: `[layers, 2, kv_heads, tokens, head_width]`."""
+        decoders = [decoder for _, decoder in self._of_rate(bytes_per_token, dtype)]
+        packs = dtype == torch.bfloat16 and decoders[0].device.type == "cpu" and is_supported()
+        if packs:
+            of_codec = _PACKED.setdefault(self, {})
+            if bytes_per_token not in of_codec:
+                of_codec[bytes_per_token] = [torch.ops.mkldnn._reorder_linear_weight(one) for one in decoders]
+            decoders = of_codec[bytes_per_token]
+        layers, _, heads, width = self._shape
+        numbers = values[0].new_empty(self.groups, layers // self.groups, 2, heads, len(values[0]), width)
+        for group, (part, decoder, mean) in enumerate(zip(values, decoders, self.mean, strict=True)):
+            # The mean is not rounded before it is added: keys can be much farther from 0 than from each other.
+            own = onednn_linear(part, decoder, mean) if packs else functional.linear(part, decoder) + mean
+            numbers[group] = own.unflatten(1, (-1, 2, heads, width)).movedim(0, 3)
+        return numbers.flatten(0, 1)
 
     def _grouped(self, keys_values: Tensor) -> Tensor:
         """`[layers, 2, kv_heads, tokens, head_width]` to `[groups, tokens, W]`."""
         numbers: Tensor = keys_values.float().movedim(3, 1).unflatten(0, (self.groups, -1))
         return numbers.transpose(1, 2).flatten(2)
 
-    def _ungrouped(self, numbers: Tensor) -> Tensor:
-        """The inverse of `_grouped`."""
-        layers, _, heads, width = self._shape
-        numbers = numbers.unflatten(2, (layers // self.groups, 2, heads, width)).transpose(1, 2)
-        return numbers.flatten(0, 1).movedim(1, 3)
+
+# Decoders of codecs in oneDNN's layout, in bf16, by rate; here, because they cannot be copied with their codec.
+_PACKED: WeakKeyDictionary[KVCodec, dict[int, list[Tensor]]] = WeakKeyDictionary()
 
 
 def _batches(keys_values: Sequence[Tensor]) -> Iterator[list[Tensor]]:

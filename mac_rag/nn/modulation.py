@@ -445,7 +445,7 @@ class KeyRotation(nn.Module):
     def forward(self, keys: Tensor) -> Tensor:
         """Rotates keys to the first L of the N positions: `[..., layers, heads, L, head_width]`, same shape out."""
         cos, sin = self._at(keys)
-        return torch.addcmul(keys * cos, self._partners(keys), sin)
+        return (keys * cos).addcmul_(self._partners(keys), sin)
 
     def inverse(self, keys: Tensor) -> Tensor:
         """Turns keys at the first L of the N positions back into keys before rotation, of the same shape."""

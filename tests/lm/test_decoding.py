@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 from transformers.cache_utils import DynamicSlidingWindowLayer
 
 from mac_rag.config import BaseLMConfig, PromptFormat
+from mac_rag.data.types import Decoded
 from mac_rag.errors import ConfigError, ModelLoadError
 from mac_rag.lm.base_lm import BaseLM
 from mac_rag.lm.decoding import (
@@ -163,6 +164,28 @@ def test_a_stop_string_ends_an_answer_and_is_no_part_of_it(lm: BaseLM) -> None:
         assert lm.generate(prompts, None, max_new_tokens=24, sampling=sampling) == expected
         streamed = ["".join(lm.stream(p, None, max_new_tokens=24, sampling=sampling)) for p in prompts]
         assert streamed == expected
+
+
+def test_an_answer_is_told_once_it_has_ended(tiny_model: MACModel) -> None:
+    """The row that ends first is told before the others have all their tokens; the texts are those of the whole."""
+    lm = tiny_model.base_lm
+    prompts = [lm.prompts.prompt(question) for question in QUESTIONS]
+    whole = lm.generate(prompts, None, max_new_tokens=12, sampling=WARM)
+    place = next(place for place in range(1, 12) if len({answer.tokens[place].id for answer in whole}) > 1)
+    last = whole[0].tokens[place].id
+    lm.end_tokens = sorted({*lm.end_tokens, last})
+    passes, told = [0], dict[int, tuple[int, Decoded]]()
+
+    def between() -> None:
+        passes[0] += 1
+
+    found = lm.generate(
+        prompts, None, max_new_tokens=12, sampling=WARM, between=between,
+        ended=lambda row, answer: told.__setitem__(row, (passes[0], answer)),
+    )  # fmt: skip
+    assert [told[row][1] for row in range(len(prompts))] == found
+    assert [told[row][0] for row in range(len(prompts))] == [len(answer.tokens) + answer.ended for answer in found]
+    assert len({passed for passed, _ in told.values()}) > 1
 
 
 @given(st.text("ab", max_size=12), st.lists(st.text("ab", min_size=1, max_size=4), max_size=3))
