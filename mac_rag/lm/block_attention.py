@@ -199,13 +199,18 @@ class BlockAttentionLM:
         return logits.float()
 
 
+def has_plain_attention(lm: Any) -> bool:
+    """True if the tests have shown that an LM of this class computes attention as PyTorch does, and no more."""
+    return type(lm).__name__ in _CLASSES
+
+
 def check_lm_class(lm: Any) -> None:
     """Refuses an LM of a class for which no test shows that `BlockAttentionLM` is right.
 
     Raises:
         ModelLoadError: names the class.
     """
-    if type(lm).__name__ not in _CLASSES:
+    if not has_plain_attention(lm):
         raise ModelLoadError(
             f"the LM is a {type(lm).__name__}, but reading through an LM's own keys and values is tested for "
             f"{', '.join(_CLASSES)} only; choose such an LM"

@@ -86,13 +86,9 @@ class BlockPrefix(Modulation):
 
     @contextmanager
     def attached(self, lm: Any) -> Iterator[None]:
-        """Gives the LM the masks that this prefix needs: float masks with the bias, one for each kind of layer.
-
-        On a CPU, an LM in bf16 with PyTorch's attention also gets `grouped_attention`.
-        """
-        embeddings = lm.get_input_embeddings().weight
-        config, dtype, implementation = lm.config.get_text_config(), embeddings.dtype, lm.config._attn_implementation
-        grouped = dtype == torch.bfloat16 and embeddings.device.type == "cpu" and implementation == "sdpa"
+        """Gives the LM the masks that this prefix needs: float masks with the bias, one for each kind of layer."""
+        config, dtype = lm.config.get_text_config(), lm.get_input_embeddings().weight.dtype
+        implementation = lm.config._attn_implementation
 
         def hook(_: Any, arguments: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
             mask = named["attention_mask"]
@@ -103,14 +99,20 @@ class BlockPrefix(Modulation):
 
         # Callers call either of the two, and some LMs (OPT) call a part of their base model and not the model itself.
         handles = [part.register_forward_pre_hook(hook, with_kwargs=True) for part in (lm, lm.base_model)]
-        if grouped:
-            lm.config._attn_implementation = _GROUPED
+        lm.config._attn_implementation = self._attention(lm)
         try:
             yield
         finally:
             lm.config._attn_implementation = implementation
             for handle in handles:
                 handle.remove()
+
+    def _attention(self, lm: Any) -> str:
+        """Name of the attention that the LM gets: its own, or on a CPU, in bf16, `grouped_attention` for PyTorch's."""
+        weight, own = lm.get_input_embeddings().weight, lm.config._attn_implementation
+        grouped = weight.dtype == torch.bfloat16 and weight.device.type == "cpu" and own == "sdpa"
+        name: str = _GROUPED if grouped else own
+        return name
 
     def masks(self, mask: Tensor, positions: Tensor, config: Any, dtype: torch.dtype) -> Tensor | dict[str, Tensor]:
         """Float masks `[B, 1, l, P + L]`: one for all layers, or one for each kind of layer that the LM has.
