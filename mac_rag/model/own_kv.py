@@ -38,7 +38,7 @@ from mac_rag.lm.architectures import check_modulation
 from mac_rag.lm.attention_sink import key_rotation, positions_alike
 from mac_rag.lm.base_lm import BaseLM
 from mac_rag.lm.batching import length_buckets
-from mac_rag.lm.block_attention import has_plain_attention
+from mac_rag.lm.block_attention import has_plain_attention, packed_keys_values
 from mac_rag.lm.block_prompt import BlockPrompt
 from mac_rag.lm.chat import ChatPromptEncoder, Message, with_shorter
 from mac_rag.lm.devices import DeviceMap, default_device
@@ -50,7 +50,7 @@ from mac_rag.model.factory import with_exact_revision
 from mac_rag.model.text_encoder import split
 from mac_rag.nn.block_prefix import BlockPrefix
 from mac_rag.nn.codec import KVCodec
-from mac_rag.nn.modulation import KeyRotation
+from mac_rag.nn.modulation import KeyRotation, has_limited_layers
 from mac_rag.nn.rows_prefix import RowsPrefix, is_supported
 from mac_rag.progress import progress_bar
 from mac_rag.retrieval.dense import Encoder
@@ -391,12 +391,22 @@ class OwnKVModel(MACModel, kind="own-kv", config_class=OwnKVConfig):
         """Keys and values of documents after the opening, `[layers, 2, kv_heads, n, head_width]` each."""
         found: dict[int, Tensor] = {}
         for bucket in length_buckets([len(row) for row in rows], batch_tokens):
-            nothing: list[list[Any]] = [[] for _ in bucket]
-            parts = self.base_lm.keys_values_of([rows[i] for i in bucket], BlockPrefix(self.opening, nothing, nothing))
+            texts: list[Sequence[int]] = [rows[i] for i in bucket]
+            if self._packs:
+                parts = packed_keys_values(self.base_lm.model, self.blocks.opening, texts)
+            else:
+                nothing: list[list[Any]] = [[] for _ in bucket]
+                parts = self.base_lm.keys_values_of(texts, BlockPrefix(self.opening, nothing, nothing))
             found |= zip(bucket, parts)
             if advance is not None:
                 advance(len(bucket))
         return [found[place] for place in range(len(rows))]
+
+    @cached_property
+    def _packs(self) -> bool:
+        """True if documents are read in one sequence without padding; on a CPU, many small products cost little."""
+        lm = self.base_lm.model
+        return self.device.type == "cpu" and has_plain_attention(lm) and not has_limited_layers(lm.config)
 
     def _unrotated(self, keys_values: Tensor) -> Tensor:
         assert self._rotation is not None
