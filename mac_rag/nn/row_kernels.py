@@ -118,11 +118,12 @@ def decoded(codes: Sequence[Tensor], tables: CodeTables) -> list[Tensor]:
     rows = torch.stack([torch.tensor([row.data_ptr() for row in made]), starts[:-1], starts.diff()], 1)
     groups, most, _, columns = tables.maps.shape
     tiles = -(-longest // _TOKENS)
-    _decode[(len(codes) * tiles, groups, -(-columns // _PAIRS))](
-        torch.cat(list(codes)), rows.to(tables.maps.device), tables.bits, tables.maps, tables.mean, tables.pairs,
-        tables.cos, tables.sin, tiles, codes[0].shape[1], most, columns, heads, width, tables.cos.shape[1],
-        TOKENS=_TOKENS, PAIRS=_PAIRS, COMPONENTS=_COMPONENTS, num_warps=_WARPS,
-    )  # fmt: skip
+    with torch.cuda.device_of(tables.maps):  # where Triton starts a kernel
+        _decode[(len(codes) * tiles, groups, -(-columns // _PAIRS))](
+            torch.cat(list(codes)), rows.to(tables.maps.device), tables.bits, tables.maps, tables.mean, tables.pairs,
+            tables.cos, tables.sin, tiles, codes[0].shape[1], most, columns, heads, width, tables.cos.shape[1],
+            TOKENS=_TOKENS, PAIRS=_PAIRS, COMPONENTS=_COMPONENTS, num_warps=_WARPS,
+        )  # fmt: skip
     return made
 
 
@@ -222,7 +223,9 @@ def attended(
     parts = max(1, min(most_rows, _PROGRAMS // max(1, batch * kv_heads * tiles)))
     out = query.new_empty(parts, batch, heads, length, width, dtype=torch.float32)
     sums = out.new_empty(out.shape[:-1])
-    if sums.numel():
+    if not sums.numel():
+        return out, sums
+    with torch.cuda.device_of(query):
         _attend[(batch * parts, kv_heads, tiles)](
             query.contiguous(), tables.rows, tables.bias, tables.starts, out, sums, layer, parts, length,
             queries // length, scaling, batch, width, QUERIES=size, KEYS=_KEYS,
