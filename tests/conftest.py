@@ -19,6 +19,7 @@ settings.register_profile("short", settings.get_profile("ci"), max_examples=50)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "short"))
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # on models this small, threads only wait for each other
+os.environ.setdefault("TRITON_INTERPRET", "1")  # before transformers imports Triton: kernels run on the CPU
 
 
 def pytest_configure() -> None:

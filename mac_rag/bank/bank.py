@@ -1047,7 +1047,7 @@ class MemoryBank(Contents):
                 + (f", whose rows have shape {list(row_shape)}" if row_shape else "")
             )
         phi = phi.detach().to("cpu", torch.float32)
-        if not phi.isfinite().all():
+        if not phi.sum().isfinite() and not phi.isfinite().all():  # the sum alone takes a tenth of the time
             row = int((~phi.isfinite().flatten(1).all(1)).nonzero()[0])
             raise BankError(
                 f"row {row:,} of {len(phi):,} rows of memory tokens has numbers that are not finite; look for them in "

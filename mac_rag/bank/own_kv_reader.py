@@ -241,8 +241,8 @@ class OwnKVReader(Reader):
     def _decoded(self, keys: Sequence[int]) -> dict[int, Tensor]:
         """Keys and values of rows; those that are not kept are read and decoded."""
         missing = [key for key in dict.fromkeys(keys) if key not in self._kept]
-        for key, codes in zip(missing, self.bank.codes(missing) if missing else (), strict=True):
-            self._kept[key] = self.model.decode(codes)
+        if missing:
+            self._kept |= zip(missing, self.model.decode_all(self.bank.codes(missing)), strict=True)
         for key in keys:
             self._kept.move_to_end(key)
         found = {key: self._kept[key] for key in keys}

@@ -6,7 +6,8 @@ A question starts after the longest of its documents and sees the opening, all d
 this is the LM's ordinary attention over the text.
 
 `BlockAttentionLM` is for training: it packs many documents, and many questions, into one sequence each, with
-gradients. Models answer through the LM's cache, each question after its own documents (`mac_rag.nn.block_prefix`).
+gradients. Models read documents packed too (`packed_keys_values`), and answer through the LM's cache, each question
+after its own documents (`mac_rag.nn.block_prefix`).
 """
 
 from __future__ import annotations
@@ -105,18 +106,10 @@ class BlockAttentionLM:
             raise DocumentError(
                 f"a document has {max(lengths):,} tokens, but the LM was set up for at most {self.longest:,}; split it"
             )
-        start, device = len(self.opening), self.lm.device
-        ids = [*self.opening, *(token for document in documents for token in document)]
-        places = [*range(start), *(start + place for length in lengths for place in range(length))]
-        blocks = _DocumentBlocks(start, lengths, device)
-        self._check_reach(max(places) + 1)
-        last = self.lm.base_model(
-            input_ids=torch.tensor([ids], device=device),
-            position_ids=torch.tensor([places], device=device),
-            attention_mask=_no_mask(device),
-            use_cache=False,
-            blocks=blocks,
-        )
+        start = len(self.opening)
+        blocks = _DocumentBlocks(start, lengths, self.lm.device)
+        self._check_reach(start + max(lengths, default=0))
+        last = _read_packed(self.lm, self.opening, documents, blocks)
         keys, values = torch.cat(blocks.keys), torch.cat(blocks.values)  # [layers, kv_heads, P + L, head_width]
         if isinstance(self.lm.base_model.layers[-1], FSDPModule):
             # FSDP2 gathers a layer's weights for the backward pass when a gradient reaches the layer's output.
@@ -199,13 +192,55 @@ class BlockAttentionLM:
         return logits.float()
 
 
+@torch.no_grad()
+def packed_keys_values(lm: Any, opening: Sequence[int], documents: Sequence[Sequence[int]]) -> list[Tensor]:
+    """Keys and values of documents, each after the opening, in one packed sequence without padding.
+
+    Args:
+        lm: an LM that `has_plain_attention`, whose layers see all positions.
+        opening: token ids of the opening.
+        documents: token ids of each document.
+
+    Returns:
+        For each document `[layers, 2, kv_heads, n, head_width]`, keys rotated to its positions after the opening.
+    """
+    implementation = lm.config._attn_implementation
+    blocks = _DocumentBlocks(len(opening), list(map(len, documents)), lm.device)
+    lm.config._attn_implementation = _BLOCKS
+    try:
+        _read_packed(lm, opening, documents, blocks)
+    finally:
+        lm.config._attn_implementation = implementation
+    parts = [torch.cat(some).split(blocks.lengths, 2)[1:] for some in (blocks.keys, blocks.values)]
+    return [torch.stack(both, 1) for both in zip(*parts, strict=True)]
+
+
+def _read_packed(lm: Any, opening: Sequence[int], documents: Sequence[Sequence[int]], blocks: _DocumentBlocks) -> Any:
+    """The LM's pass over an opening and documents after it; the output of its base model."""
+    start, device = len(opening), lm.device
+    ids = [*opening, *(token for document in documents for token in document)]
+    places = [*range(start), *(start + place for document in documents for place in range(len(document)))]
+    return lm.base_model(
+        input_ids=torch.tensor([ids], device=device),
+        position_ids=torch.tensor([places], device=device),
+        attention_mask=_no_mask(device),
+        use_cache=False,
+        blocks=blocks,
+    )
+
+
+def has_plain_attention(lm: Any) -> bool:
+    """True if the tests have shown that an LM of this class computes attention as PyTorch does, and no more."""
+    return type(lm).__name__ in _CLASSES
+
+
 def check_lm_class(lm: Any) -> None:
     """Refuses an LM of a class for which no test shows that `BlockAttentionLM` is right.
 
     Raises:
         ModelLoadError: names the class.
     """
-    if type(lm).__name__ not in _CLASSES:
+    if not has_plain_attention(lm):
         raise ModelLoadError(
             f"the LM is a {type(lm).__name__}, but reading through an LM's own keys and values is tested for "
             f"{', '.join(_CLASSES)} only; choose such an LM"
@@ -216,13 +251,15 @@ class _DocumentBlocks:
     """Attention of an opening and documents in one sequence. Records the keys and values of each layer.
 
     Attributes:
+        lengths: number of tokens of the opening and of each document.
         keys, values: `[1, kv_heads, P + L, head_width]` for each layer; keys are rotated.
     """
 
     def __init__(self, opening: int, lengths: Sequence[int], device: torch.device) -> None:
-        self._lengths = [opening, *lengths]
+        self.lengths = [opening, *lengths]
         self.keys: list[Tensor] = []
         self.values: list[Tensor] = []
+        self._added: list[Tensor] = []  # to the logits of the opening and of each document
         self._masks = [
             torch.ones(length, opening + length, dtype=torch.bool, device=device).tril(opening) for length in lengths
         ]
@@ -231,13 +268,35 @@ class _DocumentBlocks:
         self.keys.append(key)
         self.values.append(value)
         groups = query.shape[1] // key.shape[1]
+        if not torch.is_grad_enabled():
+            return self._grouped(query, key, value, scaling)
         heads = (query, _repeated(key, groups), _repeated(value, groups))
-        queries, keys, values = (part.split(self._lengths, 2) for part in heads)
+        queries, keys, values = (part.split(self.lengths, 2) for part in heads)
         out = [functional.scaled_dot_product_attention(queries[0], keys[0], values[0], is_causal=True, scale=scaling)]
         for q, k, v, mask in zip(queries[1:], keys[1:], values[1:], self._masks, strict=True):
             k, v = torch.cat([keys[0], k], 2), torch.cat([values[0], v], 2)
             out.append(functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scaling))
         return torch.cat(out, 2)
+
+    def _grouped(self, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
+        """The same without gradients: heads that share keys are one matrix, which on a CPU takes less time."""
+        opening, start = self.lengths[0], 0
+        if not self._added:
+            causal = torch.ones(opening, opening, dtype=torch.bool, device=query.device).tril()
+            self._added = [additive(mask, query.dtype) for mask in (causal, *self._masks)]
+        out = torch.empty_like(query)
+        for number, length in enumerate(self.lengths):
+            stop = start + length
+            own = query[0, :, start:stop].unflatten(0, (key.shape[1], -1)).flatten(1, 2)
+            keys, values = key[0, :, start:stop], value[0, :, start:stop]
+            if number:
+                keys, values = (torch.cat([of[0, :, :opening], part], 1) for of, part in ((key, keys), (value, values)))
+            logits = ((own * scaling) @ keys.mT).unflatten(1, (-1, length))
+            logits += self._added[number]
+            taken = logits.softmax(-1).flatten(1, 2) @ values
+            out[0, :, start:stop] = taken.unflatten(1, (-1, length)).flatten(0, 1)
+            start = stop
+        return out
 
 
 class _QuestionBlocks:

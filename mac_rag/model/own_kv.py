@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 from safetensors import SafetensorError
@@ -38,6 +38,7 @@ from mac_rag.lm.architectures import check_modulation
 from mac_rag.lm.attention_sink import key_rotation, positions_alike
 from mac_rag.lm.base_lm import BaseLM
 from mac_rag.lm.batching import length_buckets
+from mac_rag.lm.block_attention import has_plain_attention, packed_keys_values
 from mac_rag.lm.block_prompt import BlockPrompt
 from mac_rag.lm.chat import ChatPromptEncoder, Message, with_shorter
 from mac_rag.lm.devices import DeviceMap, default_device
@@ -49,11 +50,15 @@ from mac_rag.model.factory import with_exact_revision
 from mac_rag.model.text_encoder import split
 from mac_rag.nn.block_prefix import BlockPrefix
 from mac_rag.nn.codec import KVCodec
-from mac_rag.nn.modulation import KeyRotation
+from mac_rag.nn.modulation import KeyRotation, has_limited_layers
+from mac_rag.nn.rows_prefix import RowsPrefix, is_supported
 from mac_rag.progress import progress_bar
 from mac_rag.retrieval.dense import Encoder
 from mac_rag.retrieval.registry import make_encoder
 from mac_rag.untrusted_files import read_json
+
+if TYPE_CHECKING:
+    from mac_rag.nn.row_kernels import CodeTables
 
 _log = logging.getLogger(__name__)
 
@@ -386,12 +391,22 @@ class OwnKVModel(MACModel, kind="own-kv", config_class=OwnKVConfig):
         """Keys and values of documents after the opening, `[layers, 2, kv_heads, n, head_width]` each."""
         found: dict[int, Tensor] = {}
         for bucket in length_buckets([len(row) for row in rows], batch_tokens):
-            nothing: list[list[Any]] = [[] for _ in bucket]
-            parts = self.base_lm.keys_values_of([rows[i] for i in bucket], BlockPrefix(self.opening, nothing, nothing))
+            texts: list[Sequence[int]] = [rows[i] for i in bucket]
+            if self._packs:
+                parts = packed_keys_values(self.base_lm.model, self.blocks.opening, texts)
+            else:
+                nothing: list[list[Any]] = [[] for _ in bucket]
+                parts = self.base_lm.keys_values_of(texts, BlockPrefix(self.opening, nothing, nothing))
             found |= zip(bucket, parts)
             if advance is not None:
                 advance(len(bucket))
         return [found[place] for place in range(len(rows))]
+
+    @cached_property
+    def _packs(self) -> bool:
+        """True if documents are read in one sequence without padding; on a CPU, many small products cost little."""
+        lm = self.base_lm.model
+        return self.device.type == "cpu" and has_plain_attention(lm) and not has_limited_layers(lm.config)
 
     def _unrotated(self, keys_values: Tensor) -> Tensor:
         assert self._rotation is not None
@@ -425,6 +440,31 @@ class OwnKVModel(MACModel, kind="own-kv", config_class=OwnKVConfig):
         decoded[:, 0] = self._rotation(decoded[:, 0].float())
         return decoded
 
+    def decode_all(self, rows: Sequence[Tensor]) -> list[Tensor]:
+        """`decode` of many rows; on a GPU in one pass."""
+        if self._code_tables is None:
+            return [self.decode(codes) for codes in rows]
+        from mac_rag.nn.row_kernels import decoded
+
+        return decoded([codes.to(self.device) for codes in rows], self._code_tables)
+
+    @cached_property
+    def _by_kernels(self) -> bool:
+        """True if Triton's kernels decode rows and attend to them."""
+        lm = self.base_lm.model
+        return has_plain_attention(lm) and is_supported(lm)
+
+    @cached_property
+    def _code_tables(self) -> CodeTables | None:
+        """What the kernel needs to decode codes; None without codec or kernels."""
+        if self.codec is None or not self._by_kernels:
+            return None
+        from mac_rag.nn.row_kernels import CodeTables
+
+        assert self._rotation is not None
+        assert self.config.bytes_per_token is not None
+        return CodeTables.of(self.codec, self.config.bytes_per_token, self._rotation, self.base_lm.dtype)
+
     # Answering
 
     @property
@@ -446,7 +486,8 @@ class OwnKVModel(MACModel, kind="own-kv", config_class=OwnKVConfig):
         return self.fit_to_window(question, contexts)
 
     def _modulation(self, phi: Any) -> BlockPrefix:
-        return BlockPrefix(
+        kind = RowsPrefix if self._by_kernels else BlockPrefix
+        return kind(
             self.opening,
             [[row.keys_values for row in rows] for rows in phi.rows],
             [[row.bias for row in rows] for rows in phi.rows],

@@ -61,7 +61,7 @@ class BlockPrefix(Modulation):
     def prefix_mask(self, mask: Tensor) -> Tensor:
         return self._seen.to(mask)
 
-    def cache(self, dtype: torch.dtype) -> DynamicCache:
+    def cache(self, dtype: torch.dtype) -> DynamicCache | None:
         *before, heads, _, width = self._opening.shape
         shape = (*before, len(self._documents), heads, with_spare(self.prefix_length), width)
         batch = self._opening.new_empty(shape, dtype=dtype)

@@ -35,7 +35,9 @@ from mac_rag.retrieval.dense import Vectors
 Pooling = Literal["mean", "pooler"]
 Advance = Callable[[int], None] | None
 
-BATCH_TOKENS = 16_384  # most tokens in a batch, padding included
+# Most tokens in a batch, padding included. On a CPU, a larger one leaves the cache: MiniLM takes 1.7 times as long with
+# 16,384.
+BATCH_TOKENS = {"cpu": 2048, "cuda": 16_384}
 
 
 @dataclass(frozen=True)
@@ -76,7 +78,7 @@ class Tower:
         if not texts:
             return vectors
         rows = self._tokenized(list(texts))
-        for bucket in length_buckets(list(map(len, rows)), BATCH_TOKENS):
+        for bucket in length_buckets(list(map(len, rows)), BATCH_TOKENS.get(device.type, 16_384)):
             # The mask hides the padding, so any id will do.
             ids, mask = pad_rows([rows[i] for i in bucket], 0, device)
             vectors[bucket] = self._pooled(ids, mask).float().cpu().numpy()

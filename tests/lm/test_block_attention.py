@@ -15,12 +15,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from mac_rag.config import PromptFormat
 from mac_rag.errors import ConfigError, DocumentError, ModelLoadError
 from mac_rag.lm.base_lm import BaseLM
-from mac_rag.lm.block_attention import BlockAttentionLM, _QuestionBlocks
+from mac_rag.lm.block_attention import BlockAttentionLM, _QuestionBlocks, packed_keys_values
 from mac_rag.lm.block_prompt import BlockPrompt
 from mac_rag.nn.block_prefix import BlockPrefix
 from mac_rag.nn.codec import KVCodec
 from tests.helpers import Folder
-from tests.lm.helpers import random_lm
+from tests.lm.helpers import lm_of_numbers, random_lm
 
 OPENING = [1, 30, 31]
 DOCUMENTS = [[40, 41, 42, 43, 44], [50, 51], [60, 61, 62]]
@@ -160,6 +160,21 @@ def test_other_lms_read_as_their_text(name: str) -> None:
     if name in LIMITED:
         with pytest.raises(DocumentError, match="some layers of the LM see 64 only"):
             blocks.read([[40] * 70])
+
+
+@pytest.mark.parametrize("name", TRAINED)
+def test_packed_documents_have_the_keys_and_values_of_padded_ones(name: str) -> None:
+    lm = lm_of_numbers(random_lm(name))
+    opening = lm.keys_values(OPENING)
+    padded = lm.keys_values_of(DOCUMENTS, BlockPrefix(opening, [[]] * 3, [[]] * 3))
+    attention = lm.model.config._attn_implementation
+    packed = packed_keys_values(lm.model, OPENING, DOCUMENTS)
+    for ours, expected in zip(packed, padded, strict=True):
+        torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-4)
+    assert lm.model.config._attn_implementation == attention
+    trained = BlockAttentionLM(lm.model, OPENING, longest=8)  # with gradients, it attends by other means
+    read = trained.rotated(trained.read(DOCUMENTS))
+    torch.testing.assert_close(torch.cat(packed, 3), torch.cat(read, 3), rtol=1e-4, atol=1e-4)
 
 
 def test_gradients_reach_the_lm_and_the_bias_through_the_codec(model_folder: Folder) -> None:

@@ -18,6 +18,7 @@ from mac_rag.lm.block_attention import BlockAttentionLM
 from mac_rag.lm.chat import Message
 from mac_rag.model import AmortizedModel, MACModel, OwnKVModel, ReadRow, ReadRows
 from mac_rag.nn.block_prefix import BlockPrefix
+from mac_rag.nn.rows_prefix import RowsPrefix
 from tests.helpers import Folder, own_kv, reloaded
 
 TEXTS = [document.text for document in generate("train", 40).documents]
@@ -61,6 +62,36 @@ def test_questions_with_different_rows_share_a_batch(model: OwnKVModel) -> None:
     assert together == [model.generate([p], modulation=r)[0] for p, r in zip(prompts, rows, strict=True)]
     streamed = ["".join(model.stream(p, modulation=r)) for p, r in zip(prompts, rows, strict=True)]
     assert streamed == together
+
+
+@pytest.mark.parametrize("compression", [None, 4])
+def test_kernels_answer_as_padded_prefixes_do(
+    model_folder: Folder, compression: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a GPU, questions read their rows where they lie; here in Triton's interpreter."""
+    pytest.importorskip("triton")
+    model = own_kv(model_folder("llama"), TEXTS, compression=compression)
+    codes = model.amortize_rows([row for text in TEXTS[:3] for row in model.plan(text)])
+    prompts = [model.fit_to_window(question) for question in QUESTIONS]
+    answers = [model.blocks.answer(text) for text in ("the port of Riga", "a", "In May")]
+
+    def said() -> tuple[list[torch.Tensor], list[str], list[torch.Tensor]]:
+        decoded = model.decode_all(codes)
+        seen = [[(0, 0.0)], [(1, 0.0), (0, -0.5), (2, -1.0)], []]
+        rows = ReadRows([[ReadRow(decoded[place], bias) for place, bias in own] for own in seen])
+        losses = model._losses(prompts, answers, rows)
+        return list(losses), model.generate(prompts, modulation=rows, max_new_tokens=3), decoded
+
+    plain = said()
+    for name in ("_by_kernels", "_code_tables"):
+        model.__dict__.pop(name, None)
+    monkeypatch.setattr("mac_rag.model.own_kv.is_supported", lambda _: True)
+    fast = said()
+    assert type(model._modulation(ReadRows([[]]))) is RowsPrefix
+    assert (model._code_tables is None) == (compression is None)
+    torch.testing.assert_close(fast[2], plain[2], rtol=0, atol=1e-4)
+    torch.testing.assert_close(fast[0], plain[0], rtol=0, atol=1e-4)
+    assert fast[1] == plain[1]
 
 
 def test_the_order_of_documents_does_not_matter_and_the_bias_does(model: OwnKVModel) -> None:

@@ -86,7 +86,7 @@ def test_order_and_progress_survive_bucketing(
     texts = [" ".join(["bridge"] * (1 + 7 * i % 23)) + f" {i}" for i in range(40)]
     encoder = encoders.contriever(place, device="cpu")
     whole = encoder.documents(texts)
-    monkeypatch.setattr(encoders, "BATCH_TOKENS", 64)
+    monkeypatch.setattr(encoders, "BATCH_TOKENS", {"cpu": 64})
     done: list[int] = []
     np.testing.assert_allclose(encoder.documents(texts, done.append), whole, atol=1e-5)
     assert sum(done) == 40
