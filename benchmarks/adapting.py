@@ -47,7 +47,7 @@ def main(
     texts = [document.text for document in stream.documents]
     loaded = AmortizedModel.from_pretrained(model, device="cpu")
     sentences = SentenceTransformer(str(minilm_folder()), device="cpu")
-    length = sum(map(len, (loaded.amortization.ids(text) for text in texts))) / len(texts)
+    length = sum(map(len, sentences.tokenizer(texts, add_special_tokens=False)["input_ids"])) / len(texts)
 
     def adapt(bank: MemoryBank | None, retriever: str | None = None) -> float:
         made = None if retriever is None else make_retriever(retriever)
