@@ -91,9 +91,17 @@ class DocumentWriter:
     ) -> Plan:
         """Token ids of the documents that are new to a bank or changed, with one row per chunk.
 
-        A document of which only the metadata changed has no rows: its memory tokens stay. `known` are token ids from an
-        earlier plan, `on_bad` gets the index and the error of each document that is left out; the other arguments are
-        those of `MACEngine.adapt`.
+        A document of which only the metadata changed has no rows: its memory tokens stay.
+
+        Args:
+            documents: documents with unique ids.
+            bank: the bank, or a snapshot of it.
+            on_long: for a document beyond the model's limit: split it into chunks, or raise an error.
+            known: token ids of some of the documents, from an earlier plan.
+            on_bad: called with the index and the error of each document that is left out of the plan; None to raise the
+                error.
+            progress: shows a progress bar, which also moves within a long document.
+            cancelled: as `MACEngine.adapt` takes it.
 
         Raises:
             DocumentError: for a document that is empty, has too many rows for a bank, or, with `on_long="error"`,
@@ -184,9 +192,17 @@ class DocumentWriter:
         progress: bool = False,
         cancelled: Callable[[], bool] | None = None,
     ) -> tuple[int, tuple[str, ...]]:
-        """Writes the `unfiled` documents to the retriever and the planned ones to the bank; each is one or both.
+        """Writes the `unfiled` documents to the retriever and the planned ones to the bank.
 
         Commits every `SECONDS`, and at the latest after `GROUP` documents.
+
+        Args:
+            synced: bank and retriever.
+            documents: the documents, each of them planned or unfiled.
+            plan: token ids of the documents that the bank lacks.
+            unfiled: ids of the documents that the retriever lacks.
+            progress: shows a progress bar, which moves with every batch.
+            cancelled: as `MACEngine.adapt` takes it.
 
         Returns:
             The number of rows of memory tokens that were written, and the ids of documents that the bank forgot.
@@ -244,12 +260,16 @@ class DocumentWriter:
     def put(
         self, bank: Bank, documents: Sequence[Document], phi: Written | None, rows: Sequence[int]
     ) -> tuple[str, ...]:
-        """Writes documents to the bank, without committing; returns the ids that it forgot to stay within its bound.
+        """Writes documents to the bank, without committing.
 
         Args:
-            bank, documents: the bank and the documents.
+            bank: the bank.
+            documents: the documents.
             phi: their memory tokens `[rows, T, D]`; None if there are none.
             rows: number of rows of each document; 0 for a document of which only the metadata changes.
+
+        Returns:
+            The ids of documents that the bank forgot to stay within its bound.
         """
         if not all(rows):  # first, because the bank may forget these documents to make room for the others
             bank.describe([document for document, count in zip(documents, rows) if not count])
@@ -364,7 +384,15 @@ def holds_text(bank: BankContents, document: Document) -> bool:
 
 
 def check_supersession(members: Mapping[str, Member], bank: BankContents) -> None:
-    """Refuses documents that would supersede each other in a circle, by a BankError that names them."""
+    """Refuses documents that would supersede each other in a circle.
+
+    Args:
+        members: document id -> the new documents.
+        bank: the bank to which they are added.
+
+    Raises:
+        BankError: if there is a circle; names its documents.
+    """
 
     def superseded(name: str) -> tuple[str, ...]:
         member = members.get(name)

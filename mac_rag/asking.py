@@ -38,7 +38,12 @@ Contexts: TypeAlias = tuple[Hit, ...]
 
 @dataclass(frozen=True)
 class Call:
-    """Questions of one call of `MACEngine.answer`. `contexts`: documents for each question; None to retrieve them."""
+    """Questions of one call of `MACEngine.answer`.
+
+    Attributes:
+        questions: texts or fitted prompts.
+        contexts: documents for each question; None to retrieve them.
+    """
 
     questions: Sequence[str | FittedPrompt]
     contexts: Sequence[Sequence[str]] | None
@@ -82,8 +87,15 @@ def conversation_prompt(
 ) -> FittedPrompt:
     """Builds the chat prompt: the conversation, then the documents (truncated to fit) and the question in one turn.
 
-    The question also queries the memory. Raises ConfigError, DocumentError and PromptError as
-    `MACModel.fit_conversation`.
+    Args:
+        model: a model whose prompt format is `chat`.
+        before: the conversation before the question.
+        question: the user's last message, which also queries the memory.
+        texts: the documents, the best first.
+        max_new_tokens: longest answer; None for the model's configured length.
+
+    Raises:
+        ConfigError, DocumentError, PromptError: as `MACModel.fit_conversation`.
     """
     turn = "".join(map(model.base_lm.prompts.written_document, texts)) + question
     messages = [*before, Message("user", turn)]
@@ -114,7 +126,12 @@ def answer_calls(
 ) -> list[list[Answer] | Exception]:
     """Answers the questions of all calls. Each call is finished once its own questions are answered.
 
-    `between` is as `MACModel.generate` takes it.
+    Args:
+        calls: the calls.
+        settings: their common settings.
+        reader: reads the bank with the model that answers.
+        retriever: retrieves documents for questions without contexts; None for none.
+        between: as `MACModel.generate` takes it.
 
     Returns:
         For each call its answers, or the exception that its questions or its retrieval raised.
@@ -363,7 +380,13 @@ class ConsistentRetrieval:
 
     A change reaches the retriever before it is committed to the bank. If only some documents are allowed, they may have
     been chosen by their metadata in the snapshot, and that choice may not hold for a new version of a document. So new
-    versions are left out while they are being written. `changes` is `bank.changes` before the snapshot was taken.
+    versions are left out while they are being written.
+
+    Args:
+        retriever: the retriever.
+        bank: the bank that changes together with it.
+        snapshot: the question's snapshot of the bank.
+        changes: `bank.changes` before the snapshot was taken.
     """
 
     def __init__(self, retriever: Retriever, bank: SharedBank, snapshot: BankContents, changes: int) -> None:
@@ -431,7 +454,11 @@ def mode_of(prompt: FittedPrompt) -> Mode:
 
 
 def check_threshold(min_confidence: float | None) -> None:
-    """Checks a `min_confidence`. Raises ConfigError for a value outside [0, 1]."""
+    """Checks a `min_confidence`.
+
+    Raises:
+        ConfigError: for a value outside [0, 1].
+    """
     if min_confidence is not None and not 0 <= min_confidence <= 1:
         raise ConfigError(f"min_confidence is {min_confidence}; give a probability from 0 to 1")
 

@@ -24,9 +24,16 @@ UNFINISHED = ".new"
 
 
 def write_file(path: Path, pieces: Iterable[bytes | memoryview]) -> str:
-    """Writes a file atomically, and returns its sha256: under its name stands either the old content or all of the new.
+    """Writes a file atomically: under its name stands either the old content or all of the new.
 
     After an error, the old file is in place, and nothing of the new one. Call `sync_folder` to make the name last.
+
+    Args:
+        path: the file.
+        pieces: its content.
+
+    Returns:
+        Its sha256.
     """
     digest = hashlib.sha256()
     unfinished = path.with_name(path.name + UNFINISHED)
@@ -127,7 +134,11 @@ def sealed(content: Mapping[str, Any]) -> bytes:
 
 
 def unsealed(data: bytes) -> dict[str, Any]:
-    """The content of a sealed line. Raises MalformedError if the line is not, byte for byte, what `sealed` wrote."""
+    """The content of a sealed line.
+
+    Raises:
+        MalformedError: if the line is not, byte for byte, what `sealed` wrote.
+    """
     content = parse_json(data)
     if not isinstance(content, dict):
         raise MalformedError("it is not a JSON object")

@@ -33,7 +33,11 @@ class ProgressBar:
         )
 
     def advance(self, count: int = 1) -> None:
-        """Reports that `count` more units are done. Raises CancelledError if the rest need not be done."""
+        """Reports that `count` more units are done.
+
+        Raises:
+            CancelledError: if the rest need not be done.
+        """
         if self._cancelled is not None and self._cancelled():
             raise CancelledError("nobody waits for this any more, so it was not finished")
         self._bar.update(count)
@@ -66,7 +70,11 @@ def progress_bar(
 ) -> ProgressBar:
     """Makes a progress bar, to be used in a `with` statement.
 
-    `total` and `done` are units of work in all (None if unknown) and before; `cancelled` returns True once the rest of
-    the work need not be done.
+    Args:
+        label: text in front of the bar.
+        total: number of units of work; None if unknown.
+        done: number of units that were done before.
+        disable: True to show nothing.
+        cancelled: returns True once the rest of the work need not be done.
     """
     return ProgressBar(label, total, done, disable, cancelled)

@@ -53,14 +53,18 @@ def find_sources(
     reader: Reader,
     most: int,
 ) -> list[tuple[Source, ...]]:
-    """The documents that each answer rests on: at most `most`, the most important one first.
+    """The documents that each answer rests on.
 
     Args:
-        questions, answers: B questions and their answers; None for an answer that is not known.
+        questions: B questions.
+        answers: B answers; None for an answer that is not known.
         read: for each question, document id -> text that the LM read, the best first.
         masses: ids and attention mass `[B, documents]` of the documents in memory; None without memory.
         reader: reads the bank, which knows their metadata and may hold their texts.
         most: most sources of an answer.
+
+    Returns:
+        For each answer at most `most` sources, the most important one first.
     """
     sources = []
     for row, (question, answer, texts) in enumerate(zip(questions, answers, read, strict=True)):
@@ -106,8 +110,13 @@ def texts_read(hits: Sequence[Hit], prompt: FittedPrompt) -> dict[str, str]:
 def in_letters_of(answer: str, sources: Sequence[Source], texts: Sequence[str] = ()) -> str | None:
     """An answer with the letters and spaces of the first document in which it stands, first in its sentence.
 
-    Documents are its sources, the most important one first, and further `texts` that the LM has read. None if it stands
-    in none of them.
+    Args:
+        answer: the answer.
+        sources: the documents that it rests on, the most important one first.
+        texts: further texts that the LM has read.
+
+    Returns:
+        None if it stands in none of them.
 
     Examples:
         >>> in_letters_of("zoe o ' brien", [Source("press", text="It is run by Zo\u00eb O'Brien.")])

@@ -99,7 +99,11 @@ def read_file(path: Path, limit: int, *, follow: bool = False) -> bytes:
 
 
 def file_digest(path: Path) -> str:
-    """Hex sha256 of a file of any size. Raises MalformedError and OSError as `open_file`."""
+    """Hex sha256 of a file of any size.
+
+    Raises:
+        MalformedError, OSError: as `open_file`.
+    """
     with open_file(path) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 

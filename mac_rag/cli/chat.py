@@ -83,7 +83,16 @@ def chat(
 
 
 class Conversation:
-    """The questions and answers so far; and the last prompt, with the texts that were retrieved for it."""
+    """The questions and answers so far.
+
+    Args:
+        engine: answers the questions.
+
+    Attributes:
+        question: the prompt of the last question that was answered; None before the first.
+        answer: its answer.
+        read: document id -> text as the LM read it, for the documents retrieved for it.
+    """
 
     def __init__(self, engine: MACEngine) -> None:
         self.question: FittedPrompt | None = None

@@ -24,7 +24,13 @@ def load_model(
     device: str | None = None,
     device_map: str | None = None,
 ) -> MACModel:
-    """Loads the model for a bank in a file; `name` and `bank` as for `model_for`.
+    """Loads the model for a bank.
+
+    Args:
+        name: the model; None for the one that wrote the bank, or the default for a new bank.
+        bank: the bank; None for a new one.
+        place: its file.
+        device, device_map: as `MACModel.from_pretrained` takes them.
 
     Raises:
         ConfigError: without a name, if the model that wrote the bank is neither shipped nor in its folder, or unknown.

@@ -33,10 +33,13 @@ _METADATA = {"title", "date", "updates"}
 
 
 def read_archivalqa(path: str | Path, split: str) -> QADataset:
-    """Reads one of `SPLITS` from `<split>.csv` in a folder, or from the file.
+    """Reads one split. Its rows are the stream; `ans_paragraph` is a document and `para_id` its id.
 
-    Its rows are the stream; `ans_paragraph` is a document and `para_id` its id. Rows whose paragraph is empty, as some
-    of the published pairing are, are left out, and a note counts them.
+    Rows whose paragraph is empty, as some of the published pairing are, are left out, and a note counts them.
+
+    Args:
+        path: folder with `<split>.csv`, or the file.
+        split: one of `SPLITS`.
 
     Raises:
         DataError: for a missing file or column, or a malformed row, named with its number and column; for a `para_id`
@@ -69,9 +72,13 @@ def read_archivalqa(path: str | Path, split: str) -> QADataset:
 
 
 def write_archivalqa(dataset: QADataset, path: str | Path) -> None:
-    """Writes dated documents with their questions as one CSV file, from which `read_archivalqa` reads the same.
+    """Writes dated documents with their questions as one CSV file, each document as an article of one paragraph.
 
-    Each document is an article of one paragraph.
+    `read_archivalqa` returns the same documents and questions.
+
+    Args:
+        dataset: documents in the order in which the questions first refer to them.
+        path: the file.
 
     Raises:
         DataError: for data that the schema cannot hold: a document without a question, documents in a different order
@@ -100,9 +107,15 @@ def write_rows(rows: Iterable[Mapping[str, str]], path: str | Path) -> None:
 
 
 def schema_row(question: Question, document: Document, paragraphs: Sequence[str]) -> dict[str, str]:
-    """One row of the schema. `paragraphs`: all paragraphs of the article, which the column `text` holds as a JSON list.
+    """One row of the schema.
 
-    Raises DataError as `write_archivalqa`.
+    Args:
+        question: a question with one answer.
+        document: the paragraph that answers it, with title and date as metadata.
+        paragraphs: all paragraphs of its article; the column `text` holds them as a JSON list.
+
+    Raises:
+        DataError: see `write_archivalqa`.
     """
     if len(question.answers) != 1:
         raise DataError(
@@ -148,11 +161,15 @@ def _is_date(text: str) -> bool:
 
 
 def read_streamingqa(path: str | Path, split: str) -> QADataset:
-    """Reads one of `STREAMINGQA_SPLITS`. Its rows are the stream; rows with the same text are about the same document.
+    """Reads one split. Its rows are the stream; rows with the same text are about the same document.
 
     The id of a document is a hash of its text, so it is the same in every split and file. The column `answers` holds
-    the accepted answers, separated by backslashes. `path` is the folder of `<split>.csv`, or the file; or a folder of
-    the files as released, see `mac_rag.data.streamingqa`.
+    the accepted answers, separated by backslashes.
+
+    Args:
+        path: folder with `<split>.csv`, or the file; or a folder of the files as released, see
+            `mac_rag.data.streamingqa`.
+        split: one of `STREAMINGQA_SPLITS`.
 
     Raises:
         DataError: for a missing file or column, or a malformed row, named with its number and column.

@@ -94,12 +94,20 @@ def read_date(value: Any) -> datetime:
 
 
 def moment_of(value: Any) -> int:
-    """`read_date` in microseconds since 1970. Raises DataError as `read_date`."""
+    """`read_date` in microseconds since 1970.
+
+    Raises:
+        DataError: as `read_date`.
+    """
     return (read_date(value) - _EPOCH) // _MICROSECOND
 
 
 def moment_of_question(as_of: AsOf) -> int | None:
-    """`moment_of` the `as_of` of a question; None for all dates. Raises DataError as `read_date`."""
+    """`moment_of` the `as_of` of a question; None for all dates.
+
+    Raises:
+        DataError: as `read_date`.
+    """
     return None if as_of is None else moment_of(as_of)
 
 
@@ -133,6 +141,10 @@ def written(moment: int) -> str:
 def with_written_dates(value: Any, depth: int = METADATA_DEPTH) -> Any:
     """A value, or its copy with dates and times of Python as texts in ISO 8601, also in lists and mappings.
 
+    Args:
+        value: the value.
+        depth: how deep in lists and mappings.
+
     Examples:
         >>> with_written_dates({"date": date(2004, 5, 31)})
         {'date': '2004-05-31'}
@@ -149,7 +161,11 @@ def with_written_dates(value: Any, depth: int = METADATA_DEPTH) -> Any:
 
 
 def date_in(metadata: Mapping[str, Any]) -> datetime | None:
-    """The `date` of a document's metadata; None if there is none, or an empty one. Raises DataError as `read_date`."""
+    """The `date` of a document's metadata; None if there is none, or an empty one.
+
+    Raises:
+        DataError: as `read_date`.
+    """
     value = metadata.get("date")
     return None if value is None or (isinstance(value, str) and not value.strip()) else read_date(value)
 

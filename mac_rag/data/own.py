@@ -352,7 +352,11 @@ def suffix_of(path: Path) -> str | None:
 
 
 def read_records(path: Path, columns: Mapping[str, str]) -> Iterator[Record]:
-    """Yields the rows of a file with one of `SUFFIXES`, or of a split of the Hub. `columns`: as `read_own` takes them.
+    """Yields the rows of a file, or of a split of the Hub.
+
+    Args:
+        path: a file with one of `SUFFIXES`, or `hub:OWNER/NAME:SPLIT`.
+        columns: field -> the column or key that holds it, if their names differ.
 
     Raises:
         DataError: for a file that cannot be read or is malformed, and for a missing column; names the file and the row.
@@ -394,11 +398,17 @@ def _rows(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
 
 
 class OwnContents:
-    """Collects and checks documents and questions; both are by id, in the order of the rows.
+    """Collects and checks documents and questions.
+
+    Args:
+        unanswered: True to also take questions without answers.
 
     Attributes:
+        documents: id -> document, in the order of the rows.
+        questions: id -> question, in the order of the rows.
         id_of_text: sha256 of a text -> id of the first document with this text.
-        unanswerable: number of questions that were left out, because they are marked as impossible to answer.
+        unanswerable: number of questions that were left out because they are marked as impossible to answer, as in
+            SQuAD 2.0.
     """
 
     def __init__(self, *, unanswered: bool = False) -> None:
@@ -431,7 +441,9 @@ class OwnContents:
     def add_row(self, record: Record, *, may_be_alone: bool = False) -> None:
         """Adds a question with the text of its document. Rows with the same text are about one document.
 
-        `may_be_alone`: True for a file in SQuAD's layout, where a row without `question` is only a document.
+        Args:
+            record: the row.
+            may_be_alone: True for a file in SQuAD's layout, where a row without `question` is only a document.
 
         Raises:
             DataError: for a field that is missing or wrong, and for an id that means something else in an earlier row.

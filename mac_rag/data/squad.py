@@ -18,7 +18,14 @@ _LARGEST = 64 << 20  # most bytes of a file in SQuAD's layout, twice the size of
 
 @dataclass(frozen=True, slots=True)
 class SplitRange:
-    """The rows (questions) of an official file that make up one split; `rows`: number of rows of the whole file."""
+    """The rows of an official file that make up one split.
+
+    Attributes:
+        file: name of the official file, without `.gz`.
+        start: first row (question) of the split.
+        stop: first row after the split.
+        rows: number of questions in the whole file, which identifies the file that the paper split.
+    """
 
     file: str
     start: int
@@ -48,9 +55,13 @@ class SquadRow:
 
 
 def read_squad(path: str | Path, split: str) -> QADataset:
-    """Reads one of `SPLITS` from the official JSON file, plain or gzipped, or from the folder that holds it.
+    """Reads one split from the official JSON file, plain or gzipped.
 
     The documents are the distinct paragraphs in the order of articles. The shortest accepted answer comes first.
+
+    Args:
+        path: folder with `train-v1.1.json` and `dev-v1.1.json` (or `.json.gz`), or the file itself.
+        split: one of `SPLITS`.
 
     Raises:
         DataError: if the file is missing or damaged, or does not have the layout and size of SQuAD.
@@ -123,10 +134,16 @@ def _field(value: Any, name: str, kind: type, where: str) -> Any:
 
 
 def select_rows(rows: Sequence[SquadRow], part: SplitRange, split: str, source: str) -> QADataset:
-    """The documents and questions of one split. `source`: name of the file, for messages.
+    """The documents and questions of one split.
 
     The id of a document is the title of its article, reduced to letters, digits, `.`, `_` and `-`, and the number of
     the paragraph in the split.
+
+    Args:
+        rows: all rows of the file.
+        part: the rows of the split.
+        split: name of the split.
+        source: name of the file, for messages.
 
     Raises:
         DataError: if the number of rows is not that of the file that the paper split, or a row has no text, question or

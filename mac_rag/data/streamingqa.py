@@ -38,10 +38,12 @@ _KEY = re.compile(r"(\d{8})\d{12}\x00\x01([0-9a-f]{64})\x00\x01")
 
 
 def read_released(folder: Path, split: str) -> QADataset:
-    """Reads one split of `PARTS` from the released files; an article is a document with its date.
+    """Reads one split from the released files; an article is a document with its date.
 
-    The folder also holds `news-docs.<year>.en.filtered.gz` of the WMT News Crawl, with the articles. Questions whose
-    article is in none of these are left out, and a note counts them.
+    Args:
+        folder: holds the files of the questions, and `news-docs.<year>.en.filtered.gz` of the WMT News Crawl, with the
+            articles. Questions whose article is in none of these are left out, and a note counts them.
+        split: one of `PARTS`.
 
     Raises:
         DataError: for a file that is missing or malformed, named with its line; if no article is found.

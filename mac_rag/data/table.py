@@ -47,7 +47,11 @@ class Row:
     is_text: bool = False
 
     def filled(self, column: str) -> str:
-        """The cell of a column that must not be empty. Raises DataError if the cell is blank."""
+        """The cell of a column that must not be empty.
+
+        Raises:
+            DataError: if the cell is blank.
+        """
         cell = str(self.values[column])
         if not cell.strip():
             raise self.fault(column, "the cell is empty; fill it, or remove the row")

@@ -15,9 +15,14 @@ from mac_rag.distributed.messages import ShardChange, ShardContents, Version
 class ShardDirectory:
     """The entries of one shard in one state. A copy shares them until one of the two changes.
 
+    Args:
+        contents: the shard's report of its contents.
+
     Attributes:
+        version: the state of the shard.
         records: sequence number -> entry, in the order of the entries' rows.
         sequences: document id -> sequence number of its entry.
+        rows: number of rows.
         superseded: number of documents that its documents name as superseded.
         row_shape: (T, D) of a row; None until the shard has one.
     """

@@ -21,9 +21,12 @@ Version: TypeAlias = tuple[str, int]
 
 @dataclass(frozen=True)
 class ShardContents:
-    """Everything about a shard's documents except their memory tokens; entries are in the order of their rows.
+    """Everything about a shard's documents except their memory tokens.
 
-    `row_shape`: (T, D) of a row; None for an empty shard.
+    Attributes:
+        version: the shard's state.
+        records: the entries, in the order of their rows.
+        row_shape: (T, D) of a row; None for an empty shard.
     """
 
     version: Version

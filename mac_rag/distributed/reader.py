@@ -31,9 +31,15 @@ if TYPE_CHECKING:
 
 
 class ShardedReader(NetworkReader):
-    """Reads a snapshot of a bank in shards with one model, whose weights must not change meanwhile.
+    """Reads a bank in shards with one model.
 
-    Raises ConfigError for any strategy except streaming.
+    Args:
+        model: the model that reads; its weights must not change while the reader is in use.
+        bank: a snapshot of a bank that this model wrote.
+        config: attention strategy, and the cache of keys and values of each shard.
+
+    Raises:
+        ConfigError: for any strategy except streaming.
     """
 
     bank: ShardedContents

@@ -43,8 +43,13 @@ def _unpacked(visible: Array, rows: int) -> Tensor:
 class Shard:
     """A shard in this process.
 
-    Its methods about a question raise a `ShardLostError` if the shard was opened again, or asked about another state,
-    since the question began. They take the questions' name, B, and with the first call the questions themselves.
+    Args:
+        mark: identity of the shard and its bank.
+        folder: folder of its bank.
+        fingerprint: fingerprint of the model.
+        network: the model's aggregation network, on the CPU.
+        device: device of the attention.
+        write: True to change the shard.
     """
 
     def __init__(
@@ -65,7 +70,10 @@ class Shard:
         self._queries: dict[str, Tensor] = {}  # by name of the questions: the last queries
 
     def open(self, *, create: bool = False) -> ShardContents:
-        """Opens the bank at its last commit; `create`: True to make it first.
+        """Opens the bank at its last commit.
+
+        Args:
+            create: True to make it first.
 
         Raises:
             BankError: if the folder holds no bank, a damaged one, or another shard; if another process writes to it;
@@ -105,28 +113,52 @@ class Shard:
 
     @torch.no_grad()
     def candidates(self, name: str, batch: int, *, question: ShardQuestion) -> tuple[Array, ...]:
-        """The shard's candidates of the recency term, as the arrays of a `Candidates`."""
+        """The shard's candidates of the recency term, as the arrays of a `Candidates`.
+
+        Args:
+            name, question: as for `attend`.
+            batch: B.
+
+        Raises:
+            ShardLostError: as `attend`.
+        """
         own = self._attended(name, question, batch).candidates
         assert own is not None  # asked only with a recency term
         return tuple(map(to_array, own))
 
     @torch.no_grad()
     def compare(self, name: str, among: tuple[Array, ...]) -> None:
-        """Sets the candidates of all shards, as `candidates` returns them, before the first block."""
+        """Sets the candidates of all shards, as `candidates` returns them; call it before the first block.
+
+        Raises:
+            ShardLostError: as `attend`.
+        """
         attended = self._attended(name)
         scores, keys, dates = (to_tensor(array, self.device) for array in among)
         attended.among = Candidates(scores.to(attended.dtype), keys.to(attended.dtype), dates)
 
     @torch.no_grad()
     def first_rows(self, name: str, batch: int, *, question: ShardQuestion | None = None) -> tuple[Array, ...]:
-        """The rows that the prior ranks first in the shard, as the arrays of a `FirstRows`; after `compare`."""
+        """The rows that the prior ranks first in the shard, as the arrays of a `FirstRows`; after `compare`, if used.
+
+        Args:
+            name, question: as for `attend`.
+            batch: B.
+
+        Raises:
+            ShardLostError: as `attend`.
+        """
         first = self._attended(name, question, batch).first
         assert first is not None  # asked only of a network with slots, and with its prior
         return tuple(map(to_array, first))
 
     @torch.no_grad()
     def rank(self, name: str, first: tuple[Array, ...]) -> None:
-        """Sets the rows that the prior ranks first in all shards, as `first_rows` has them, before the first block."""
+        """Sets the rows that the prior ranks first in all shards, as `first_rows` returns them, before the first block.
+
+        Raises:
+            ShardLostError: as `attend`.
+        """
         attended = self._attended(name)
         scores, rows, seen = (to_tensor(array, self.device) for array in first)
         attended.first_of_all = FirstRows(scores.to(attended.dtype), rows, seen)
@@ -136,6 +168,12 @@ class Shard:
         """A lower bound of the largest logits of one block, `[B, H, S]`; None if this shard has none.
 
         The largest bound of all shards tells each shard which few of its rows can matter.
+
+        Args:
+            name, block, query, question: as for `attend`.
+
+        Raises:
+            ShardLostError: as `attend`.
         """
         attended = self._attended(name, question, len(query))
         queries = self._queries[name] = to_tensor(query, self.device, attended.dtype)
@@ -153,15 +191,22 @@ class Shard:
         question: ShardQuestion | None = None,
         floor: Array | None = None,
     ) -> Array:
-        """Attention of one block to the shard's rows, `[B, H, S, d + 2]`, see `Partial.packed`.
+        """Attention of one block to the shard's rows.
 
         Args:
-            name, block: the questions' name; the block's index.
+            name: name of the questions.
+            block: index of the block.
             query: `[B, H, S, d]`, already scaled; with slots, B counts all slots of all questions. None reuses the
                 queries of the last call of `floor`.
             mass: True if a call of `mass` follows.
-            question: the questions, in the first call about them.
+            question: the questions; needed in the first call about them only.
             floor: `[B, H, S]`, a lower bound of the largest logits over all shards; None if unknown.
+
+        Returns:
+            `[B, H, S, d + 2]`, see `Partial.packed`.
+
+        Raises:
+            ShardLostError: if this shard was opened again, or asked about another state, since the question began.
         """
         attended = self._attended(name, question, 0 if query is None else len(query))
         queries = self._queries[name] if query is None else to_tensor(query, self.device, attended.dtype)
@@ -224,7 +269,16 @@ class Shard:
 
     @torch.no_grad()
     def prior_summary(self, question: ShardQuestion) -> Array:
-        """The largest document prior of the shard's rows, and the log-sum-exp of all their priors, `[B, 2]`."""
+        """The largest document prior of the shard's rows, and the log-sum-exp of all their priors, `[B, 2]`.
+
+        See `mac_rag.bank.base_reader.prior_summary`.
+
+        Args:
+            question: the questions, with their prior queries.
+
+        Raises:
+            ShardLostError: as `attend`.
+        """
         view, prior = self._refreshed_view(question), self.network.prior
         assert prior is not None
         assert question.prior_queries is not None
@@ -235,7 +289,12 @@ class Shard:
     def mass(self, name: str, lse: Array) -> Array:
         """The attention mass `[B, k]` of the shard's rows in the last block, for which `attend` had `mass`.
 
-        `lse`: `[B, H, S, 1]`, the log-sum-exp over all shards.
+        Args:
+            name: name of the questions.
+            lse: `[B, H, S, 1]`, the log-sum-exp over all shards.
+
+        Raises:
+            ShardLostError: as `attend`.
         """
         if name not in self._last:
             raise self._forgotten()

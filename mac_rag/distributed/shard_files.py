@@ -101,7 +101,14 @@ class ShardsManifest(_SealedFile):
 
 
 class ShardMark(_SealedFile):
-    """Identity of the shard in a folder: the name of its bank, its number from 0, and the bank's number of shards."""
+    """Identity of the shard in a folder.
+
+    Attributes:
+        format: version of this file.
+        bank: name of the bank.
+        number: number of the shard, from 0.
+        shards: number of shards of the bank.
+    """
 
     format: Literal[1] = 1
     bank: _BankName
@@ -109,7 +116,11 @@ class ShardMark(_SealedFile):
     shards: _Count
 
     def check(self, expected: ShardMark, folder: Path) -> None:
-        """Refuses a folder that holds another shard. Raises BankError for another shard; the message says which one."""
+        """Refuses a folder that holds another shard.
+
+        Raises:
+            BankError: for another shard; the message says which one.
+        """
         if self == expected:
             return
         if self.bank != expected.bank:
@@ -124,7 +135,11 @@ class ShardMark(_SealedFile):
 
 
 def read_mark(folder: Path) -> ShardMark:
-    """The mark of a shard's folder. Raises BankError if the folder holds no shard, or a damaged mark."""
+    """The mark of a shard's folder.
+
+    Raises:
+        BankError: if the folder holds no shard, or a damaged mark.
+    """
     return ShardMark.read(
         folder / MARK, f"{folder} holds no shard: it is lost or was moved; put it back, or restore it from a backup"
     )

@@ -23,7 +23,14 @@ from mac_rag.errors import BankError
 class ShardedContents:
     """The documents of all shards, in the order of the shards, and within a shard in the order of arrival.
 
+    Args:
+        shards: the shards.
+        fingerprint: fingerprint of the model that wrote them.
+        directories: the directory of each shard.
+        version: see below.
+
     Attributes:
+        shards: the shards.
         directories: the directory of each shard.
         version: a number that grows with every change of the bank.
     """

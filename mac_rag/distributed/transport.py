@@ -30,7 +30,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Request:
-    """A call of a method of a `Shard` by its name, with its arguments."""
+    """A call of a method of a `Shard`.
+
+    Attributes:
+        method: name of the method.
+        args, kwargs: its arguments.
+    """
 
     method: str
     args: tuple[Any, ...] = ()
@@ -39,7 +44,12 @@ class Request:
 
 @dataclass(frozen=True)
 class LostShard:
-    """Replaces the answer of a shard that is lost; `cannot_restart`: True if an attempt to restart it has failed."""
+    """Replaces the answer of a shard that is lost.
+
+    Attributes:
+        reason: what happened to the shard.
+        cannot_restart: True if an attempt to restart it has failed.
+    """
 
     reason: str
     cannot_restart: bool = False
@@ -47,7 +57,14 @@ class LostShard:
 
 @dataclass(frozen=True)
 class ShardSettings:
-    """How the shards of a bank are opened; `network`: the model's aggregation network, on the CPU."""
+    """How the shards of a bank are opened.
+
+    Attributes:
+        folder: folder of the bank.
+        manifest: the bank's manifest.
+        network: the model's aggregation network, on the CPU.
+        write: True to change the bank.
+    """
 
     folder: Path
     manifest: ShardsManifest
@@ -107,7 +124,13 @@ ActorOptions: TypeAlias = Callable[[int], Mapping[str, Any]]
 class RayShards:
     """The shards of a bank as actors that live as long as this object; their processes can be lost.
 
-    `options`: as `ShardedBank.open` takes them; None places an actor on any machine, sharing the CPU.
+    Args:
+        settings: how the shards are opened.
+        options: Ray options of each actor, such as `num_gpus` or `resources`; None places it on any machine, sharing
+            the CPU.
+
+    Raises:
+        ConfigError: without Ray, or if its cluster cannot be reached.
     """
 
     def __init__(self, settings: ShardSettings, options: ActorOptions | None = None) -> None:
@@ -180,7 +203,17 @@ StartShards: TypeAlias = Callable[[ShardSettings], RayShards]
 class WatchedShards:
     """The shards of a bank, with restarts of those that are lost. Threads may share it.
 
-    `opened` has the contents of each shard when it was first opened. Raises BankError if one cannot be opened or made.
+    Args:
+        settings: how the shards are opened.
+        start: makes the shards.
+        create: True to make a new bank.
+
+    Attributes:
+        transport: the connection to the shards.
+        opened: the contents of each shard when it was first opened.
+
+    Raises:
+        BankError: if a shard cannot be opened or made.
     """
 
     def __init__(self, settings: ShardSettings, start: StartShards, *, create: bool) -> None:
@@ -214,8 +247,12 @@ class WatchedShards:
     def ask(self, requests: Mapping[int, Request]) -> dict[int, Any]:
         """Makes a call to each of some shards, to all at the same time.
 
-        Returns for each shard the return value, or the error that it raised; a `ShardLostError` for a lost shard, which
-        then restarts. Raises BankError after `close`.
+        Returns:
+            For each shard the return value, or the error that it raised; a `ShardLostError` for a lost shard, which
+            then restarts.
+
+        Raises:
+            BankError: after `close`.
         """
         if self._is_closed:
             raise BankError(f"{self.folder} was closed; open it again")

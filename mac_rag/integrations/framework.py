@@ -89,7 +89,12 @@ def warn_of_empty_bank(what: str, bank: BankContents) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """Decoding options of one call. `max_new_tokens`: None for the model's configured length."""
+    """Decoding options of one call.
+
+    Attributes:
+        sampling: how tokens are chosen, and what ends the answer.
+        max_new_tokens: longest answer; None for the model's configured length.
+    """
 
     sampling: Sampling
     max_new_tokens: int | None
@@ -161,8 +166,10 @@ _LABEL = re.compile(r"\s*[^\s:][^\n:]{0,40}:(?:\s|$)")
 class PlainMessage:
     """A message of either framework.
 
-    `role` is `system`, `user`, `assistant`, or the framework's name of any other role, such as a tool; `others` are
-    kinds of its content other than text, such as images.
+    Attributes:
+        role: `system`, `user`, `assistant`, or the framework's name of any other role, such as a tool.
+        text: its text.
+        others: kinds of its content other than text, such as images.
     """
 
     role: str
@@ -236,7 +243,10 @@ def check_question(text: str, framework: Framework) -> None:
 def refuse(reason: str, framework: Framework, remedy: str = "") -> NoReturn:
     """Raises the error for a request that only an LM which follows instructions can serve.
 
-    `reason` ends the sentence "MACLLM cannot serve this request: ..."; `remedy` is one more besides the general one.
+    Args:
+        reason: what the request asks for; it ends the sentence "MACLLM cannot serve this request: ...".
+        framework: wording for the error.
+        remedy: a remedy for this request, in addition to the general one.
     """
     raise InstructionError(
         f"{framework.llm} cannot serve this request: {reason}. The checkpoint reads a question and its context, and "
@@ -301,7 +311,11 @@ _Filters = TypeVar("_Filters")
 class PassingDocuments(Container[str], ABC, Generic[_Filters]):
     """The ids of the documents in an engine's bank that pass filters. Follows changes of the bank.
 
-    A document that the bank does not hold never passes. Objects with equal filters are equal.
+    A document that the bank does not hold never passes.
+
+    Args:
+        engine: the engine of the bank.
+        filters: the filters; objects with equal filters are equal.
     """
 
     def __init__(self, engine: MACEngine, filters: _Filters) -> None:
@@ -346,9 +360,15 @@ class PassingDocuments(Container[str], ABC, Generic[_Filters]):
 
 
 def remembers(engine: MACEngine, allowed: PassingDocuments[Any] | None, as_of: AsOf) -> bool:
-    """True if a bank holds a document that may have influence: one of `allowed` (None for all) that counts at `as_of`.
+    """True if a bank holds a document that may have influence.
 
-    Raises DataError for an `as_of` that is not a date.
+    Args:
+        engine: the engine of the bank.
+        allowed: the documents that may have influence; None for all.
+        as_of: the moment of the question, as `MACEngine.answer` takes it.
+
+    Raises:
+        DataError: for an `as_of` that is not a date.
     """
     snapshot, moment = engine.snapshot, moment_of_question(as_of)
     if moment is None and not snapshot.supersedes:

@@ -152,7 +152,11 @@ class Retriever(ABC):
 
 
 def check_k(k: int) -> None:
-    """Checks the number of hits. Raises ConfigError if `k` is below 1."""
+    """Checks the number of hits.
+
+    Raises:
+        ConfigError: if `k` is below 1.
+    """
     if k < 1:
         raise ConfigError(f"k must be at least 1, got {k}")
 
@@ -217,7 +221,11 @@ class DocumentRows:
         return self.size > 2 * len(self) + _SPARE
 
     def check(self, documents: Sequence[Document]) -> None:
-        """Checks that documents can be added. Raises BankError for an id that exists already or occurs twice."""
+        """Checks that documents can be added.
+
+        Raises:
+            BankError: for an id that exists already or occurs twice.
+        """
         for document in documents:
             if document.id in self._row:
                 raise BankError(f"document {document.id!r} is already in the index; delete it before adding it again")
@@ -231,7 +239,11 @@ class DocumentRows:
             self._live.append(1)
 
     def remove(self, document_id: str) -> tuple[int, Document]:
-        """Empties a document's row; returns the row and the document. Raises BankError for an unknown id."""
+        """Empties a document's row; returns the row and the document.
+
+        Raises:
+            BankError: for an unknown id.
+        """
         document = self.get(document_id)
         row = self._row.pop(document_id)
         self._documents[row] = None
@@ -239,13 +251,21 @@ class DocumentRows:
         return row, document
 
     def get(self, document_id: str) -> Document:
-        """One document. Raises BankError for an unknown id."""
+        """One document.
+
+        Raises:
+            BankError: for an unknown id.
+        """
         document = self._documents[self.row_of(document_id)]
         assert document is not None
         return document
 
     def row_of(self, document_id: str) -> int:
-        """The row of one document. Raises BankError for an unknown id."""
+        """The row of one document.
+
+        Raises:
+            BankError: for an unknown id.
+        """
         if document_id not in self._row:
             raise BankError(f"no document {document_id!r} in this index of {len(self)} documents")
         return self._row[document_id]
@@ -290,7 +310,13 @@ class DocumentRows:
         return np.frombuffer(self._hashes.tobytes(), dtype=np.int64)
 
     def hits(self, rows: NDArray[np.int64], scores: NDArray[np.floating], k: int) -> list[Hit]:
-        """The `k` best of ascending rows `[n]` by their scores `[n]`, best first; equals in the order of rows."""
+        """The `k` best of some rows, best first; equal scores in the order of rows.
+
+        Args:
+            rows: `[n]`, ascending row numbers.
+            scores: `[n]`, the score of each row.
+            k: most hits.
+        """
         best = np.arange(len(scores))
         if len(best) > k:
             best = np.flatnonzero(scores >= np.partition(scores, -k)[-k])

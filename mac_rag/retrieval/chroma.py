@@ -402,7 +402,12 @@ class ChromaServer:
     """A Chroma server, with the methods of chromadb's client that a `ChromaRetriever` calls.
 
     chromadb's own client waits for a server forever, and raises bare exceptions with the text of a proxy. This one
-    makes chromadb's requests with a session of its own, and with these headers.
+    makes chromadb's requests with a session of its own.
+
+    Args:
+        place: `http://HOST:PORT` or `https://HOST:PORT`.
+        headers: sent with each request.
+        timeout: most seconds that the server may take to answer.
     """
 
     def __init__(self, place: str, headers: Mapping[str, str], timeout: float) -> None:

@@ -194,7 +194,15 @@ def text_hash(text: str) -> str:
 
 
 def check_finite(vectors: Vectors, what: Sequence[str]) -> None:
-    """Refuses vectors `[N, D]` with NaN or infinity, which cannot be ranked; the DocumentError names the text."""
+    """Refuses vectors with NaN or infinity, which cannot be ranked.
+
+    Args:
+        vectors: `[N, D]`, from an encoder.
+        what: names of the N texts, for the message.
+
+    Raises:
+        DocumentError: for NaN or infinity; names the text.
+    """
     for row in np.flatnonzero(~np.isfinite(vectors).all(1)).tolist():
         raise DocumentError(
             f"the encoder's vector for {what[row]} is not finite, so it cannot be ranked; check the encoder's weights "
@@ -203,11 +211,16 @@ def check_finite(vectors: Vectors, what: Sequence[str]) -> None:
 
 
 class EmbeddingCache:
-    """Embeddings `[D]` of an unfinished `add`, by the hash of their text.
+    """Embeddings of an unfinished `add`, by the hash of their text.
 
     They are written as soon as they are computed, so they survive an interruption. Each group of embeddings is one
     safetensors file, named by its own sha256. Its header names the encoder and the hashes of the texts. A damaged file,
-    or one of another encoder, is ignored, and its embeddings are computed again. The first `put` creates the folder.
+    or one of another encoder, is ignored, and its embeddings are computed again.
+
+    Args:
+        folder: folder of the files; the first `put` creates it.
+        encoder: fingerprint of the encoder; embeddings of other encoders are never returned.
+        width: D, the length of its vectors.
     """
 
     def __init__(self, folder: Path, encoder: str, width: int) -> None:

@@ -1,7 +1,4 @@
-"""Encoders for dense retrieval, pooled as their model cards say: Contriever, DPR, MiniLM, sentence-transformers.
-
-`device` is that of the networks; None for a GPU if there is one. What is missing is a ModelLoadError, or a ConfigError.
-"""
+"""Encoders for dense retrieval, pooled as their model cards say: Contriever, DPR, MiniLM, sentence-transformers."""
 
 from __future__ import annotations
 
@@ -109,6 +106,11 @@ class Tower:
 class TowerEncoder:
     """An encoder with one tower for documents and one for questions, which may be the same.
 
+    Args:
+        name: name of the encoder, the first word of its fingerprint.
+        documents: tower for documents.
+        questions: tower for questions.
+
     Attributes:
         width: D, the length of a vector.
         fingerprint: the name, and a hash of the weights and the pooling of both towers.
@@ -131,7 +133,13 @@ class TowerEncoder:
 def contriever(place: str = "facebook/contriever", *, device: str | None = None) -> TowerEncoder:
     """Contriever (Izacard et al., 2022): mean over all tokens, dot product, texts of up to 512 tokens.
 
-    `place`: `facebook/contriever`, `facebook/contriever-msmarco`, either with `@REVISION`, or a folder.
+    Args:
+        place: `facebook/contriever`, `facebook/contriever-msmarco`, either with `@REVISION`, or a folder.
+        device: device of the network; None for a GPU if there is one.
+
+    Raises:
+        ModelLoadError: if there is no such model.
+        ConfigError: if there is no such device.
     """
     tower = _tower(place, AutoModel, AutoTokenizer, "mean", False, 512, device)
     return TowerEncoder("contriever", tower, tower)
@@ -143,24 +151,50 @@ def dpr(
     *,
     device: str | None = None,
 ) -> TowerEncoder:
-    """DPR (Karpukhin et al., 2020): one encoder for questions and one for passages, pooler output, dot product."""
+    """DPR (Karpukhin et al., 2020): one encoder for questions and one for passages, pooler output, dot product.
+
+    Args:
+        question_place: name (also `NAME@REVISION`) or folder of the question encoder.
+        document_place: the same for the passage encoder.
+        device: device of the networks; None for a GPU if there is one.
+
+    Raises:
+        ModelLoadError: if there is no such model.
+        ConfigError: if there is no such device.
+    """
     documents = _tower(document_place, DPRContextEncoder, DPRContextEncoderTokenizer, "pooler", False, 512, device)
     questions = _tower(question_place, DPRQuestionEncoder, DPRQuestionEncoderTokenizer, "pooler", False, 512, device)
     return TowerEncoder("dpr", documents, questions)
 
 
 def minilm(*, device: str | None = None) -> TowerEncoder:
-    """all-MiniLM-L6-v2 from an installed package (see `minilm_folder`): mean over all tokens, cosine."""
+    """all-MiniLM-L6-v2 from an installed package, without a model hub: mean over all tokens, cosine.
+
+    Args:
+        device: device of the network; None for a GPU if there is one.
+
+    Raises:
+        ModelLoadError: if the package is missing or damaged (see `minilm_folder`).
+        ConfigError: if there is no such device.
+    """
     tower = _tower(str(minilm_folder()), AutoModel, AutoTokenizer, "mean", True, 256, device)
     return TowerEncoder("minilm", tower, tower)
 
 
 class SentenceTransformerEncoder:
-    """Any sentence-transformers model with its own pooling and prompts; cosine. `place`: as `contriever` takes it.
+    """Any sentence-transformers model with its own pooling and prompts; cosine.
+
+    Args:
+        place: name on the Hub, also `NAME@REVISION`, or folder.
+        device: device of the network; None for a GPU if there is one.
 
     Attributes:
         width: D, the length of a vector.
         fingerprint: hash of configuration, prompts and weights.
+
+    Raises:
+        ModelLoadError: if sentence-transformers is missing, or there is no such model.
+        ConfigError: if there is no such device.
     """
 
     def __init__(self, place: str, *, device: str | None = None) -> None:

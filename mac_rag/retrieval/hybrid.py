@@ -121,7 +121,15 @@ class HybridRetriever(Retriever):
 
 
 def fuse(rankings: Sequence[Sequence[Hit]], weights: Sequence[float]) -> list[Hit]:
-    """All hits of one question's rankings, with fused scores, best first; see `HybridRetriever`."""
+    """Fuses rankings of one question; see `HybridRetriever`.
+
+    Args:
+        rankings: hits of each retriever, best first.
+        weights: the weight of each retriever.
+
+    Returns:
+        All hits with fused scores, best first.
+    """
     scores: dict[str, float] = {}
     first: dict[str, Hit] = {}
     for ranking, weight in zip(rankings, weights, strict=True):

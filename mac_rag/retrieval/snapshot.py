@@ -37,7 +37,13 @@ _ARRAYS_NAME = re.compile(r"[0-9a-f]{64}\.safetensors")
 
 
 def write(folder: Path, kind: str, body: Mapping[str, Any], arrays: Mapping[str, NDArray[Any]]) -> None:
-    """Replaces the retriever in a folder, which is created if missing.
+    """Replaces the retriever in a folder.
+
+    Args:
+        folder: folder of the retriever; it is created if missing.
+        kind: name of the retriever's class on disk.
+        body: everything that the retriever stores as JSON.
+        arrays: name -> array, for everything that it stores as arrays.
 
     Raises:
         BankError: if JSON cannot hold `body`, or the folder cannot be written.
@@ -67,7 +73,11 @@ def write(folder: Path, kind: str, body: Mapping[str, Any], arrays: Mapping[str,
 
 
 def exists(folder: Path) -> bool:
-    """True if the folder holds a retriever. Raises BankError if the folder cannot be read."""
+    """True if the folder holds a retriever.
+
+    Raises:
+        BankError: if the folder cannot be read.
+    """
     try:
         return (folder / MANIFEST).exists()
     except OSError as error:
@@ -109,7 +119,11 @@ def read(folder: Path, kind: str) -> tuple[dict[str, Any], dict[str, NDArray[Any
 
 @contextmanager
 def damaged(folder: Path) -> Iterator[None]:
-    """Turns any error in the content of a retriever's folder into a BankError that names the folder."""
+    """A context for reading a retriever's folder: any error in its content becomes a `BankError` that names the folder.
+
+    Raises:
+        BankError: for content that is malformed, has a wrong type, or is missing.
+    """
     try:
         yield
     except FileNotFoundError as error:
@@ -160,7 +174,13 @@ def documents(described: Iterable[object]) -> list[Document]:
 
 
 def array(arrays: Mapping[str, NDArray[Any]], name: str, kind: type, shape: tuple[int | None, ...]) -> NDArray[Any]:
-    """One of the stored arrays, of this dtype and shape, where None stands for any length.
+    """One of the stored arrays, checked for its dtype and shape.
+
+    Args:
+        arrays: name -> array.
+        name: name of the array.
+        kind: the dtype that it must have.
+        shape: the shape that it must have; None for any length.
 
     Raises:
         MalformedError: if the array is missing, has another dtype or shape, or has numbers that are not finite.

@@ -27,9 +27,14 @@ _PATH = re.compile(r"(?<![\w/])/(?:[^\s/:;,'\"]+/)+[^\s/:;,'\"]*")
 
 
 class APIError(Exception):
-    """The error response to a request: its HTTP status, what is wrong, and the remedy.
+    """The error response to a request.
 
-    `param` names the field that is wrong, `code` is a short code for programs, `retry_after` are seconds.
+    Args:
+        status: HTTP status.
+        message: what is wrong, and the remedy.
+        param: name of the field that is wrong.
+        code: a short code for programs.
+        retry_after: seconds to wait before trying again.
     """
 
     def __init__(

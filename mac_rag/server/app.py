@@ -252,7 +252,13 @@ _HEADERS = {
 
 
 class Gate:
-    """Checks every request before the application sees it."""
+    """Checks every request before the application sees it.
+
+    Args:
+        app: the application.
+        service: the server's keys, limits and metrics.
+        access: who may make requests without a key.
+    """
 
     def __init__(self, app: ASGIApp, service: Service, access: Access) -> None:
         self._app = app
@@ -472,7 +478,11 @@ class RateLimit:
         self._left: dict[str, tuple[float, float]] = {}  # name -> tokens left, and when they were counted
 
     def take(self, name: str) -> None:
-        """Counts a request. Raises APIError: 429 if there were too many requests; says when to try again."""
+        """Counts a request.
+
+        Raises:
+            APIError: 429 if there were too many requests; says when to try again.
+        """
         if not self._per_minute:
             return
         now = self._clock()

@@ -100,7 +100,12 @@ class Reply:
 
 
 class Asking:
-    """Answers questions to any of the server's banks, and to the LM alone, by an engine whose bank is empty."""
+    """Answers questions to any of the server's banks, and to the LM alone.
+
+    Args:
+        alone: an engine of the model with an empty bank.
+        metrics: measures the parts of requests.
+    """
 
     def __init__(self, alone: MACEngine, metrics: Metrics) -> None:
         self._alone = alone
@@ -122,9 +127,14 @@ class Asking:
         return self._alone.model.config.max_new_tokens
 
     def answer(self, questions: Sequence[ServedQuestion], cancelled: Callable[[], bool] | None = None) -> list[Reply]:
-        """Answers questions that differ only in their texts, in batches with those of other threads if possible.
+        """Answers questions, in batches with those of other threads if possible.
 
-        `cancelled` and errors are those of `MACEngine.answer`.
+        Args:
+            questions: questions that differ only in their texts.
+            cancelled: as `MACEngine.answer` takes it.
+
+        Raises:
+            MACError: as `MACEngine.answer`.
         """
         if len(questions) > (together := self._together):
             first = self.answer(questions[:together], cancelled)
@@ -190,7 +200,11 @@ class Asking:
     def search(
         self, bank: ServedBank, text: str, k: int, allowed: frozenset[str] | None, as_of: str | None
     ) -> list[Hit]:
-        """The documents that the bank's retriever finds. Raises MACError as `MACEngine.retrieve`."""
+        """The documents that the bank's retriever finds.
+
+        Raises:
+            MACError: as `MACEngine.retrieve`.
+        """
         with self._metrics.part("search"):
             [hits] = bank.engine.retrieve([text], k=k, allowed=allowed, as_of=as_of)
             return hits

@@ -46,7 +46,17 @@ _PAGE_CHARACTERS = 1_000_000  # of a page of documents
 
 
 class ServedBank:
-    """A bank, open for writing, with its engine, and the name of its retriever; `none` for none."""
+    """A bank, open for writing, with its engine.
+
+    Args:
+        name: its name.
+        engine: its engine, whose bank is in a folder.
+        retriever: the name of its retriever; `none` for none.
+
+    Attributes:
+        opening: a random id, new each time the bank is opened.
+        changes: number of changes since it was opened.
+    """
 
     def __init__(self, name: str, engine: MACEngine, retriever: str) -> None:
         self.name = name
@@ -85,10 +95,17 @@ class ServedBank:
         on_bad: Callable[[Document, MACError], object] | None = None,
         cancelled: Callable[[], bool] | None = None,
     ) -> AdaptReport:
-        """Remembers documents as `MACEngine.adapt` does; they are on the disk when the call returns.
+        """Remembers documents, which are on the disk when the call returns.
+
+        Args:
+            documents: the documents.
+            on_bad: called with each document that cannot be adapted, and its error; None to raise the error, and then
+                none of the documents is remembered.
+            cancelled: as `MACEngine.adapt` takes it.
 
         Raises:
             APIError: if the bank is being deleted, or the server is closing.
+            CancelledError: if `cancelled` returned True.
             MACError: as `MACEngine.adapt`.
         """
         with self._change(cancelled or bool):
@@ -149,10 +166,15 @@ class ServedBank:
     def listing(
         self, after: str | None, limit: int, characters: int = _PAGE_CHARACTERS
     ) -> tuple[list[dict[str, Any]], bool]:
-        """Documents without their texts, oldest first, after the one with the id `after`; and whether there are more.
+        """Documents without their texts, oldest first, and whether there are more.
 
-        A page has at most `limit` documents, and so many `characters` of JSON. Raises APIError 404 for an unknown
-        `after`.
+        Args:
+            after: id of a document after which to begin; None for the first page.
+            limit: most documents to return.
+            characters: most characters of them as JSON.
+
+        Raises:
+            APIError: 404 if the bank does not hold the document `after`.
         """
         members = self._members(after)
         page: list[dict[str, Any]] = []
@@ -180,7 +202,12 @@ class ServedBank:
     def allowed(self, filters: Filters | None, gone: Callable[[], bool] = lambda: False) -> frozenset[str] | None:
         """Ids of the documents whose metadata match; None without filters. The results of recent filters are cached.
 
-        Raises CancelledError if `gone` returns True, because nobody waits for the result any more.
+        Args:
+            filters: the filters.
+            gone: returns True once nobody waits for the result any more.
+
+        Raises:
+            CancelledError: if `gone` returned True.
         """
         if not filters:
             return None
@@ -242,7 +269,11 @@ _LARGEST_SETTINGS = 1 << 16
 
 
 def check_bank_name(name: str) -> None:
-    """Refuses a name that is not valid as a folder's name on every system, by an APIError that says which are."""
+    """Checks the name of a bank: it must be valid as a folder's name on every system.
+
+    Raises:
+        APIError: for any other name; says which names are valid.
+    """
     if not _NAME.fullmatch(name):
         raise APIError(
             400,
@@ -253,11 +284,18 @@ def check_bank_name(name: str) -> None:
 
 
 class BankCatalog:
-    """The banks in a folder, all open for writing and read by one model. Thread-safe.
+    """The banks in a folder, all open for writing. Thread-safe.
 
     A bank is `banks/NAME`, with the file `bank` and the folder `retriever`; BM25 has no folder, because its index is in
     the bank's file. A bank gets its name when it is complete, and loses the name before it is removed. The next start
-    removes what a killed process has left of either step. `unavailable` names the banks that could not be opened.
+    removes what a killed process has left of either step.
+
+    Args:
+        folder: the server's folder.
+        model: the model that reads all of them.
+
+    Attributes:
+        unavailable: names of the banks that could not be opened; the log says why.
     """
 
     def __init__(self, folder: Path, model: MACModel) -> None:
@@ -301,7 +339,11 @@ class BankCatalog:
             return [bank for _, bank in sorted(self._banks.items())]
 
     def get(self, name: str) -> ServedBank:
-        """A bank by its name. Raises APIError: 404 for an unknown name; 503 for a bank that could not be opened."""
+        """A bank by its name.
+
+        Raises:
+            APIError: 404 for an unknown name; 503 for a bank that could not be opened.
+        """
         with self._lock:
             if name in self.unavailable:
                 raise APIError(503, f"bank {name} could not be opened; the server's log says why", code="unavailable")
@@ -310,7 +352,12 @@ class BankCatalog:
             return self._banks[name]
 
     def create(self, name: str, *, retriever: str, keep_texts: bool = True) -> ServedBank:
-        """Makes an empty bank with one of `RETRIEVERS`.
+        """Makes an empty bank.
+
+        Args:
+            name: its name.
+            retriever: one of `RETRIEVERS`.
+            keep_texts: True to keep texts.
 
         Raises:
             APIError: 400 for an invalid name; 409 for a name that is taken.
@@ -383,7 +430,11 @@ class BankCatalog:
             raise APIError(409, f"a bank {name} exists already; choose another name", param="name", code="bank_exists")
 
     def back_up(self, name: str) -> tuple[str, int]:
-        """Copies the last commit of a bank. Returns the backup's name and its number of documents."""
+        """Copies the last commit of a bank to the server's folder of backups.
+
+        Returns:
+            The name of the backup, and the number of its documents.
+        """
         bank = self.get(name)
         moment = datetime.now(UTC).strftime("%Y%m%dT%H%M%S")
         label = f"{name}.{moment}.{token_hex(3)}"
@@ -423,9 +474,13 @@ RETRIEVERS = ("none", "bm25", "minilm", "hybrid")
 
 
 class StoredRetriever(Retriever):
-    """A retriever of `RETRIEVERS` that every change saves to its folder before the call returns.
+    """A retriever that every change saves to its folder before the call returns.
 
     So the protocol of `mac_rag.sync` holds across processes: when the bank commits, the retriever is on the disk.
+
+    Args:
+        spec: its name, one of `RETRIEVERS` except `none`.
+        folder: its folder; a retriever that was saved there is loaded.
     """
 
     def __init__(self, spec: str, folder: Path) -> None:

@@ -41,9 +41,14 @@ _DOCUMENTS = "documents"  # the file of documents that came as JSON
 
 
 class Upload:
-    """The folder of a job's files in the server's folder of uploads; its name is the job's id.
+    """The folder of a job's files. Files have names of the server's choice there.
 
-    Files have names of the server's choice there; `names` maps these to the client's.
+    Args:
+        root: the server's folder of uploads.
+
+    Attributes:
+        name: the folder's name, which is the job's id.
+        names: the client's name of each file.
     """
 
     def __init__(self, root: Path) -> None:
@@ -83,11 +88,21 @@ class Upload:
 class Job:
     """One job.
 
-    `total` is the number of documents, None until all files have been read; `finished` of them are in the bank, or were
-    left out. A job that goes on after the server's end counts anew, so what it had written before is unchanged.
-    `left_out` has the first of the `left_out_count` files and documents that were left out, with the reasons. `names`
-    maps the server's names of the files to the client's. A job is `interrupted` if the server ended and it cannot go
-    on.
+    Attributes:
+        id: its random name.
+        bank: name of the bank.
+        owner: name of the key that started it.
+        created: when it was started, in ISO 8601.
+        state: its state; `interrupted` if the server ended and the job cannot go on.
+        total: number of documents; None until all files have been read.
+        finished: number of documents that are in the bank now, or were left out.
+        added, updated, unchanged: numbers of documents. A job that goes on after the server's end counts anew, so what
+            it had written before is unchanged.
+        left_out_count: number of files and documents that could not be read or adapted.
+        left_out: the first of them, with the reasons.
+        error: why the job failed or was interrupted; None if it was not.
+        names: the server's name of each file -> the client's.
+        cancelled: set to end the job.
     """
 
     id: str
@@ -182,9 +197,14 @@ class _Store:
 class Jobs:
     """Runs jobs in a thread of its own. Keys share its time, and each key's jobs run one after the other.
 
-    What a stopped or killed server has not finished goes on at the next start, from the files that were kept. `most`
-    jobs of one key may wait or run at a time; `fault_of` says what of a document is too long, and `on_end` gets each
-    job that has ended.
+    What a stopped or killed server has not finished goes on at the next start, from the files that were kept.
+
+    Args:
+        folder: the server's folder.
+        most: most jobs of one key that wait or run at a time.
+        fault_of: says what of a document is too long; None if nothing is.
+        bank: returns a bank by its name.
+        on_end: called with each job when it has ended.
     """
 
     def __init__(

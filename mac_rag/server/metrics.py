@@ -20,7 +20,11 @@ _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 
 
 class Metrics:
-    """The metrics of one server; the sizes of its banks are read at each scrape."""
+    """The metrics of one server.
+
+    Args:
+        catalog: the server's banks, whose sizes are read at each scrape.
+    """
 
     def __init__(self, catalog: BankCatalog) -> None:
         registry = self._registry = CollectorRegistry()

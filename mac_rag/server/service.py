@@ -279,14 +279,25 @@ _NO_FOLLOW = getattr(os, "O_NOFOLLOW", 0)
 
 
 class AuditLog:
-    """Appends one line of JSON for each change that is on the disk. If that fails, the log gets the line."""
+    """Appends one line of JSON for each change, after the change is on the disk. If that fails, the log gets the line.
+
+    Args:
+        path: the file, created with the mode 0600. If it is moved away, a new one is created.
+    """
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._lock = threading.Lock()
 
     def note(self, who: str, action: str, bank: str, **details: Any) -> None:
-        """Notes a change by the key `who`: an `action`, such as `bank.create`, and numbers and ids of documents."""
+        """Notes a change.
+
+        Args:
+            who: name of the key.
+            action: the kind of change, such as `bank.create`.
+            bank: name of the bank.
+            details: numbers, and ids of documents.
+        """
         moment = datetime.now(UTC).isoformat(timespec="milliseconds")
         record = {"time": moment, "key": who, "action": action, "bank": bank, **details}
         line = json.dumps(record).encode() + b"\n"

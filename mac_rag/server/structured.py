@@ -39,9 +39,12 @@ class _Tool(BaseModel):
 
 @dataclass(frozen=True)
 class Wanted:
-    """What a request wants in place of free text, and the words that ask for it, a system message.
+    """What a request wants in place of free text.
 
-    `tools` are names of those that may be called; `required`: True if the answer must be a call, or JSON.
+    Attributes:
+        instructions: the words that ask for it, a system message.
+        tools: names of the tools that may be called.
+        required: True if the answer must be a call, or JSON.
     """
 
     instructions: str
@@ -71,9 +74,14 @@ class Wanted:
 
 
 def wanted(body: ChatRequest, *, is_chat: bool) -> Wanted | None:
-    """What a request wants in place of free text; None for free text. `is_chat`: True if the LM reads conversations.
+    """What a request wants in place of free text; None for free text.
 
-    Raises APIError for tools or formats that are unknown, or that this model cannot give.
+    Args:
+        body: the request.
+        is_chat: True if the LM reads conversations.
+
+    Raises:
+        APIError: for tools or formats that are unknown, or that this model or a stream cannot give.
     """
     if not is_chat and any(message.role == "tool" or message.tool_calls for message in body.messages):
         raise APIError(

@@ -72,9 +72,12 @@ class Workers:
     async def run(
         self, work: Callable[[Callable[[], bool]], _T], connection: Request | None = None, *, units: int = 1
     ) -> _T:
-        """Runs work in a thread; `work` gets a function that returns True once nobody waits for the result any more.
+        """Runs work in a thread.
 
-        `connection` is the request that waits; None to finish the work even if the client has gone.
+        Args:
+            work: the work; called with a function that returns True once nobody waits for the result any more.
+            connection: the request that waits; None to finish the work even if the client has gone.
+            units: units of work that it counts as.
 
         Raises:
             APIError: 429 if too much work waits; 503 if the server is closing; 504 if the work takes too long.

@@ -36,9 +36,12 @@ _PRIVATE = re.compile(r"[\ue000-\uf8ff]+")
 
 
 class Converted(NamedTuple):
-    """The text of a file, with one line for each paragraph, and its title, if it gives one.
+    """The text of a file.
 
-    `notices`: a line for each kind of thing that is left out though a reader of the file sees it, with its places.
+    Attributes:
+        text: the text, with one line for each paragraph.
+        title: the title that the file gives; None if it gives none.
+        notices: a line for each kind of thing that is left out though a reader of the file sees it, with its places.
     """
 
     text: str

@@ -82,7 +82,12 @@ _RULE = re.compile(r"([^{}]++)\{([^{}]*+)\}")
 
 
 def read_html(file: BinaryIO, notices: Notices, *, xhtml: bool = False) -> tuple[str, str | None]:
-    """Reads the text of a page, with a line for each block, and its title. `xhtml`: True if the file's name says so.
+    """Reads the text of a page, with a line for each block, and its title.
+
+    Args:
+        file: the page.
+        notices: gets what is left out though a browser shows it.
+        xhtml: True if the name of the file says that it is XHTML.
 
     Raises:
         UnreadableError: for a page that is too long, in an unknown encoding, or without text.

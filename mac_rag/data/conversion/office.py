@@ -111,7 +111,12 @@ Texts = list[tuple[str, str]]  # part and text, in the order of the file
 
 
 def read_office(file: BinaryIO, kind: str, notices: Notices) -> tuple[str, str | None]:
-    """Reads the text of a Word, OpenDocument, RTF, LaTeX or notebook file, and its title. `kind`: pandoc's name of it.
+    """Reads the text of a Word, OpenDocument, RTF, LaTeX or notebook file, and its title.
+
+    Args:
+        file: the file.
+        kind: pandoc's name of the format.
+        notices: gets what is left out though a reader of the file sees it.
 
     Raises:
         UnreadableError: if pandoc is missing; for a file of another format, encrypted, damaged, too large, or without
@@ -558,6 +563,10 @@ def _letters(text: str) -> str:
 
 def read_book(file: BinaryIO, notices: Notices) -> tuple[str, str | None]:
     """Reads the texts of an EPUB's pages in order, and its title.
+
+    Args:
+        file: the book.
+        notices: gets what is left out though a reader of the book sees it.
 
     Raises:
         UnreadableError: for a file that is no EPUB, encrypted, damaged, too large, or without text.

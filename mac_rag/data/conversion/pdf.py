@@ -37,6 +37,10 @@ def read_pdf(file: BinaryIO, notices: Notices) -> tuple[str, str | None]:
 
     The characters come from the PDF's fonts; text in pictures is not recognized.
 
+    Args:
+        file: the PDF.
+        notices: gets the pages that cannot be read or have no text, and what is left out.
+
     Raises:
         UnreadableError: for a file that is not a PDF, encrypted, damaged, too long, or without text.
     """

@@ -73,7 +73,11 @@ def one_line(text: str) -> str:
 
 
 def check_size(size: int) -> None:
-    """Refuses a text of more characters than a document may have bytes. Raises UnreadableError: names the bound."""
+    """Refuses a text of more characters than a document may have bytes.
+
+    Raises:
+        UnreadableError: names the bound.
+    """
     if size > DOCUMENT:
         raise UnreadableError(f"has a text of more than {DOCUMENT:,} bytes, the most of one document; split it")
 

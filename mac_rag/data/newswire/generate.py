@@ -54,7 +54,13 @@ YEARS = range(1987, 2008)
 
 @dataclass(frozen=True)
 class Fact:
-    """One fact about a subject. `draw`: the `World` method that draws its value, or the values to choose from."""
+    """One fact about a subject.
+
+    Attributes:
+        draw: name of the `World` method that draws the value, or the values to choose from.
+        statements: phrasings of the statement.
+        questions: phrasings of the question.
+    """
 
     draw: str | tuple[str, ...]
     statements: tuple[str, ...]
@@ -63,7 +69,13 @@ class Fact:
 
 @dataclass(frozen=True)
 class Beat:
-    """One kind of story. `subject`: name of the `World` method that draws its subject."""
+    """One kind of story.
+
+    Attributes:
+        name: name of the kind.
+        subject: name of the `World` method that draws the subject.
+        facts: the facts that a story tells.
+    """
 
     name: str
     subject: str
@@ -215,9 +227,14 @@ def _question_about(report: Report, fact: Fact, rng: random.Random) -> str:
 
 
 class World:
-    """Draws names and figures for one split; `unique` draws names that identify a story.
+    """Draws names and figures for one split. `unique` draws names that identify a story.
 
-    Raises ValueError for an unknown split.
+    Args:
+        split: the split to which all surnames and towns belong.
+        rng: source of randomness.
+
+    Raises:
+        ValueError: for an unknown split.
     """
 
     def __init__(self, split: str, rng: random.Random) -> None:

@@ -151,7 +151,13 @@ class WhereMetadata(PassingDocuments[Filters]):
 
 
 def where(engine: MACEngine, filters: Filters | None, last: WhereMetadata | None) -> WhereMetadata | None:
-    """The documents that filters let pass; None for all. `last`, of the call before, is reused for equal filters."""
+    """The documents that filters let pass; None for all.
+
+    Args:
+        engine: the engine of the bank.
+        filters: the filters.
+        last: the result of the call before, which is reused if the filters are equal.
+    """
     if not filters:
         return None
     return last if last is not None and last.key == _key(filters) else WhereMetadata(engine, filters)

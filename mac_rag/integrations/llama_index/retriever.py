@@ -116,7 +116,11 @@ class MACRetriever(BaseRetriever):
 
 
 def nodes_of(document_id: str, source: BaseIndex[Any] | BaseDocumentStore) -> list[BaseNode]:
-    """The nodes of a document in an index or docstore, in their order; logs a warning if there are none.
+    """The nodes of a document, in their order; logs a warning if there are none.
+
+    Args:
+        document_id: id of the document in the bank.
+        source: a docstore, or an index with a docstore or with a vector store that stores texts.
 
     Raises:
         ConfigError: for an index without a docstore whose vector store cannot return nodes.
@@ -138,8 +142,15 @@ def nodes_of(document_id: str, source: BaseIndex[Any] | BaseDocumentStore) -> li
 def source_nodes(source: Source, documents: BaseIndex[Any] | BaseDocumentStore | None) -> list[NodeWithScore]:
     """The nodes of a document that an answer rests on, with its share of the attention as their score.
 
-    They are those in `documents`; or else one node with the text that the bank keeps, or nothing if it keeps none.
-    Raises ConfigError as `nodes_of`.
+    Args:
+        source: the document.
+        documents: docstore or index in which its nodes are found; None for none.
+
+    Returns:
+        Its nodes. If there are none: one node with the text that the bank keeps, or nothing if it keeps none.
+
+    Raises:
+        ConfigError: as `nodes_of`.
     """
     nodes = [] if documents is None else nodes_of(source.document_id, documents)
     if not nodes and source.text is not None:
