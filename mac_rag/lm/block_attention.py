@@ -26,6 +26,7 @@ from transformers.masking_utils import sdpa_mask
 
 from mac_rag.errors import DocumentError, ModelLoadError
 from mac_rag.lm.attention_sink import key_rotation
+from mac_rag.nn.block_prefix import by_products
 from mac_rag.nn.codec import KVCodec
 from mac_rag.nn.dtypes import additive
 from mac_rag.nn.modulation import has_limited_layers
@@ -285,16 +286,12 @@ class _DocumentBlocks:
             causal = torch.ones(opening, opening, dtype=torch.bool, device=query.device).tril()
             self._added = [additive(mask, query.dtype) for mask in (causal, *self._masks)]
         out = torch.empty_like(query)
-        for number, length in enumerate(self.lengths):
+        for number, (length, added) in enumerate(zip(self.lengths, self._added, strict=True)):
             stop = start + length
-            own = query[0, :, start:stop].unflatten(0, (key.shape[1], -1)).flatten(1, 2)
-            keys, values = key[0, :, start:stop], value[0, :, start:stop]
+            keys, values = key[:, :, start:stop], value[:, :, start:stop]
             if number:
-                keys, values = (torch.cat([of[0, :, :opening], part], 1) for of, part in ((key, keys), (value, values)))
-            logits = ((own * scaling) @ keys.mT).unflatten(1, (-1, length))
-            logits += self._added[number]
-            taken = logits.softmax(-1).flatten(1, 2) @ values
-            out[0, :, start:stop] = taken.unflatten(1, (-1, length)).flatten(0, 1)
+                keys, values = (torch.cat([of[:, :, :opening], part], 2) for of, part in ((key, keys), (value, values)))
+            out[:, :, start:stop] = by_products(query[:, :, start:stop], keys, values, added[None, None], scaling)
             start = stop
         return out
 

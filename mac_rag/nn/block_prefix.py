@@ -170,18 +170,33 @@ def grouped_attention(
     ):
         return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
     scaling = options.get("scaling")
-    scaled = query * (query.shape[3] ** -0.5 if scaling is None else scaling)
-    groups = heads // key.shape[1]
-    rows = scaled.unflatten(1, (-1, groups)).flatten(2, 3)  # [B, kv_heads, groups * l, width]
+    out = by_products(query, key, value, attention_mask, query.shape[3] ** -0.5 if scaling is None else scaling)
+    return out.transpose(1, 2).contiguous(), None
+
+
+def by_products(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float) -> Tensor:
+    """Attention by products of matrices, in which the query heads that share keys and values are one matrix.
+
+    Args:
+        query: `[B, heads, l, width]`.
+        key, value: `[B, kv_heads, L, width]`; `heads` is a multiple of `kv_heads`.
+        mask: `[B, 1, l, L]`, added to the logits or True for what is seen; None if all is.
+        scaling: of the logits.
+
+    Returns:
+        `[B, heads, l, width]`.
+    """
+    groups, length = query.shape[1] // key.shape[1], query.shape[2]
+    rows = (query * scaling).unflatten(1, (-1, groups)).flatten(2, 3)  # [B, kv_heads, groups * l, width]
     # The second factor of a batch of products is copied, which takes longest if it is transposed: that is the smaller.
     flat = (key @ rows.mT).mT.contiguous() if rows.shape[2] <= _FEW_QUERIES else rows @ key.mT
     scores = flat.unflatten(2, (groups, length))
-    if attention_mask is not None and attention_mask.is_floating_point():
-        scores += attention_mask[:, :, None]
-    elif attention_mask is not None:  # the lowest number and not -inf: padding sees nothing, but must not become NaN
-        scores.masked_fill_(~attention_mask[:, :, None], torch.finfo(scores.dtype).min)
+    if mask is not None and mask.is_floating_point():
+        scores += mask[:, :, None]
+    elif mask is not None:  # the lowest number and not -inf: padding sees nothing, but must not become NaN
+        scores.masked_fill_(~mask[:, :, None], torch.finfo(scores.dtype).min)
     out = scores.softmax(-1).flatten(2, 3) @ value
-    return out.unflatten(2, (groups, length)).flatten(1, 2).transpose(1, 2).contiguous(), None
+    return out.unflatten(2, (groups, length)).flatten(1, 2)
 
 
 AttentionInterface.register(_GROUPED, grouped_attention)

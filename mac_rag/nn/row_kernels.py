@@ -160,9 +160,8 @@ def _decode(
         right += tl.load(mean + pair + columns, mask=some, other=0.0)[None, :]
         first = tl.load(pairs + pair, mask=some, other=0)
         second = tl.load(pairs + pair + columns, mask=some, other=0)
-        head = (
-            group * (2 * columns // width) + first // width
-        )  # a layer's heads of keys, and after them those of values
+        # Of each layer the heads of keys, and after them those of values.
+        head = group * (2 * columns // width) + first // width
         one, two = token[:, None] * width + (first % width)[None, :], token[:, None] * width + (second % width)[None, :]
         turn = (head // (2 * heads) * positions * width)[None, :]
         keys = (some & (head // heads % 2 == 0))[None, :] & real[:, None]
