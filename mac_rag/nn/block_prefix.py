@@ -195,8 +195,8 @@ def by_products(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, 
         scores += mask[:, :, None]
     elif mask is not None:  # the lowest number and not -inf: padding sees nothing, but must not become NaN
         scores.masked_fill_(~mask[:, :, None], torch.finfo(scores.dtype).min)
-    out = scores.softmax(-1).flatten(2, 3) @ value
-    return out.unflatten(2, (groups, length)).flatten(1, 2)
+    out: Tensor = (scores.softmax(-1).flatten(2, 3) @ value).unflatten(2, (groups, length)).flatten(1, 2)
+    return out
 
 
 AttentionInterface.register(_GROUPED, grouped_attention)
