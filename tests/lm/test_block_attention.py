@@ -177,6 +177,19 @@ def test_packed_documents_have_the_keys_and_values_of_padded_ones(name: str) -> 
     torch.testing.assert_close(torch.cat(packed, 3), torch.cat(read, 3), rtol=1e-4, atol=1e-4)
 
 
+def test_long_documents_are_read_as_short_ones_are(model_folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
+    lm = AutoModelForCausalLM.from_pretrained(model_folder("llama"), dtype=torch.float32)
+    blocks, read, gradients = BlockAttentionLM(lm, OPENING, longest=8), [], []
+    for most in (1024, 0):
+        monkeypatch.setattr("mac_rag.lm.block_attention._LONGEST_BY_PRODUCTS", most)
+        read.append(blocks.read(DOCUMENTS))
+        read[-1].documents.square().sum().backward()
+        gradients.append(lm.model.embed_tokens.weight.grad.clone())
+        lm.zero_grad()
+    torch.testing.assert_close(read[0].documents, read[1].documents, rtol=0, atol=1e-5)
+    torch.testing.assert_close(gradients[0], gradients[1], rtol=1e-4, atol=1e-5)
+
+
 def test_gradients_reach_the_lm_and_the_bias_through_the_codec(model_folder: Folder) -> None:
     own = AutoModelForCausalLM.from_pretrained(model_folder("llama"), dtype=torch.float32)
     blocks = BlockAttentionLM(own, OPENING, longest=8)
