@@ -8,6 +8,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from mac_rag.shipped_models import DEFAULT_MODEL
+
 if TYPE_CHECKING:
     from mac_rag.bank import MemoryBank
     from mac_rag.data.types import Document
@@ -17,8 +19,6 @@ if TYPE_CHECKING:
     __version__: str
 
 __all__ = ["DEFAULT_MODEL", "Answer", "Document", "MACEngine", "MACModel", "MemoryBank", "__version__"]
-
-DEFAULT_MODEL = "mac-small"  # the shipped model that is used where none is named
 
 _MODULES = {
     "Answer": "mac_rag.engine",

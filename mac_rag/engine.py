@@ -17,7 +17,6 @@ from weakref import WeakKeyDictionary
 
 from torch import Tensor
 
-from mac_rag import DEFAULT_MODEL
 from mac_rag.adapting import GROUP, DocumentWriter, Encode
 from mac_rag.asking import (
     Call,
@@ -47,6 +46,7 @@ from mac_rag.lm.decoding import GREEDY, Sampling
 from mac_rag.lm.prompt import FittedPrompt
 from mac_rag.model import MACModel, OwnKVModel, Phi
 from mac_rag.retrieval.bm25 import BM25Retriever
+from mac_rag.shipped_models import DEFAULT_MODEL
 from mac_rag.sources import find_sources
 from mac_rag.sync import Reconciliation, SyncedBank
 

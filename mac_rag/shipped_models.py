@@ -5,6 +5,8 @@ A bank carries the fingerprint of its model, and this table gives it back its na
 
 from __future__ import annotations
 
+DEFAULT_MODEL = "mac-small"  # where none is named
+
 FINGERPRINTS = {
     "mac-small": "fd77fa1f82423039910f0a21f0dc16df692ed1eb98dcb7a90ec1f1c7dbbd7262",
     "mac-tiny": "dbc82313c8501978f46198789ba0372844ff08245147934a7cd8aea6fb89340d",

@@ -22,8 +22,8 @@ from eval.harness.command import (
     whole_numbers,
 )
 from eval.harness.streams import open_stream
-from mac_rag import DEFAULT_MODEL
 from mac_rag.cli.terminal import say
+from mac_rag.shipped_models import DEFAULT_MODEL
 
 if TYPE_CHECKING:
     from mac_rag.retrieval.base import Retriever

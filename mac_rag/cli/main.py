@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from mac_rag import DEFAULT_MODEL
 from mac_rag.cli import bank, chat, init, rebuild, serve
 from mac_rag.cli.models import keep_model_name, load_model, model_for
 from mac_rag.cli.options import (
@@ -32,6 +31,7 @@ from mac_rag.cli.run import rare_garbage_collection, run_app
 from mac_rag.cli.terminal import SHOWN, answer_record, say, show_sources
 from mac_rag.errors import ConfigError, MACError
 from mac_rag.lm.fetched import FETCHABLE
+from mac_rag.shipped_models import DEFAULT_MODEL
 
 if TYPE_CHECKING:
     from mac_rag.bank.bank import MemoryBank

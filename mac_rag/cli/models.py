@@ -6,10 +6,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mac_rag import DEFAULT_MODEL
 from mac_rag.cli.run import settle
 from mac_rag.errors import BankError, ConfigError
-from mac_rag.shipped_models import FINGERPRINTS, describe, shipped_name
+from mac_rag.shipped_models import DEFAULT_MODEL, FINGERPRINTS, describe, shipped_name
 
 if TYPE_CHECKING:
     from mac_rag.bank.bank import MemoryBank

@@ -7,10 +7,9 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from mac_rag import DEFAULT_MODEL
 from mac_rag.cli.terminal import say
 from mac_rag.errors import ConfigError
-from mac_rag.shipped_models import FINGERPRINTS
+from mac_rag.shipped_models import DEFAULT_MODEL, FINGERPRINTS
 
 if TYPE_CHECKING:
     from mac_rag.bank.bank import MemoryBank

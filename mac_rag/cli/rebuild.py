@@ -7,7 +7,6 @@ from typing import Annotated
 
 import typer
 
-from mac_rag import DEFAULT_MODEL
 from mac_rag.cli.models import keep_model_name
 from mac_rag.cli.options import (
     BankOption,
@@ -21,6 +20,7 @@ from mac_rag.cli.options import (
 )
 from mac_rag.cli.terminal import say
 from mac_rag.errors import ConfigError
+from mac_rag.shipped_models import DEFAULT_MODEL
 
 
 def rebuild(

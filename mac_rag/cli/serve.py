@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Union, get_args, get_
 
 import typer
 
-from mac_rag import DEFAULT_MODEL
 from mac_rag.cli.options import DeviceMapOption, ModelOption
 from mac_rag.cli.terminal import say
 from mac_rag.errors import ConfigError
+from mac_rag.shipped_models import DEFAULT_MODEL
 
 if TYPE_CHECKING:
     from mac_rag.server.keys import KeyStore

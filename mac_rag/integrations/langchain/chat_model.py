@@ -16,7 +16,6 @@ from langchain_core.outputs import ChatGeneration, ChatGenerationChunk, ChatResu
 from langchain_core.runnables import Runnable, RunnableConfig, RunnableLambda
 from pydantic import Field, PrivateAttr, model_validator
 
-from mac_rag import DEFAULT_MODEL
 from mac_rag.asking import conversation_prompt
 from mac_rag.data.metadata_filters import Filters
 from mac_rag.data.types import Answer, Source
@@ -44,6 +43,7 @@ from mac_rag.lm.chat import Message
 from mac_rag.lm.decoding import Sampling
 from mac_rag.lm.prompt import FittedPrompt
 from mac_rag.retrieval.base import Hit
+from mac_rag.shipped_models import DEFAULT_MODEL
 from mac_rag.sources import source_record, texts_read
 
 

@@ -38,7 +38,6 @@ from llama_index.core.types import TokenAsyncGen, TokenGen
 from llama_index.core.vector_stores.types import MetadataFilters
 from llama_index_instrumentation import get_dispatcher
 
-from mac_rag import DEFAULT_MODEL
 from mac_rag.engine import Answer, MACEngine
 from mac_rag.errors import BankError, ConfigError, InstructionError
 from mac_rag.integrations.framework import (
@@ -68,6 +67,7 @@ from mac_rag.lm.decoding import GREEDY, Sampling
 from mac_rag.lm.prompt import FittedPrompt
 from mac_rag.model import MACModel
 from mac_rag.retrieval.base import Hit
+from mac_rag.shipped_models import DEFAULT_MODEL
 
 dispatcher = get_dispatcher(__name__)
 

@@ -1,7 +1,7 @@
 // The page: banks, settings, and what its controls do.
 
 import { bank, getJSON, key, call, place, server } from "./api.js";
-import { address, ask, clearHistory, forgetHistory, moveHistory, reopen, showHistory, stop } from "./asking.js";
+import { address, ask, clearHistory, forgetDocument, forgetHistory, moveHistory, reopen, showHistory, stop } from "./asking.js";
 import { endSearch, paste, search, showDocuments, showJobs, upload } from "./documents.js";
 import { $, confirmed, element, fail, guarded, kept, say } from "./view.js";
 
@@ -118,6 +118,8 @@ on("end-search", "click", endSearch);
 on("more", "click", () => showDocuments(true));
 
 const carriesFiles = (event) => event.dataTransfer && event.dataTransfer.types.includes("Files");
+document.addEventListener("deleted", ({ detail }) => forgetDocument(detail.name, detail.id));
+
 document.addEventListener("dragover", (event) => {
   if (!carriesFiles(event)) return;
   event.preventDefault();

@@ -1,6 +1,5 @@
 // Documents: their list, search, reading and deleting; files and texts that become memory; jobs.
 
-import { forgetDocument } from "./asking.js";
 import { bank, call, getJSON, place, server, wait } from "./api.js";
 import { $, button, confirmed, element, fail, say } from "./view.js";
 
@@ -57,7 +56,7 @@ function row(one, text) {
     if (!await confirmed(`Delete ${one.id}? This cannot be undone.`, "Delete")) return;
     const name = bank();
     const { deleted } = await (await call("DELETE", `${place()}/document?${query(one.id)}`)).json();
-    for (const id of deleted) forgetDocument(name, id);
+    for (const id of deleted) document.dispatchEvent(new CustomEvent("deleted", { detail: { name, id } }));
     say(`${one.id} is deleted.`);
     await showDocuments();
   }, `Delete ${one.id}`);
