@@ -40,13 +40,6 @@ def test_what_a_loss_of_power_and_a_kill_leave(part: str, seeds: range) -> None:
     assert done.returncode == 0, done.stderr[-3000:]
 
 
-def test_tenants() -> None:
-    with fast_folder() as place:
-        torture = make("tenants", place)
-        for seed in range(12):
-            torture.trial(seed)
-
-
 def _soak(report: Path) -> None:
     try:
         with fast_folder() as place:
