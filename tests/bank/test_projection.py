@@ -127,7 +127,7 @@ def test_it_follows_the_bank(steps: list[tuple[str, str, int]], budget: int, chu
             if passes:  # a row is projected for its norms, and when it is read
                 assert sum(made) == len(current - known) * (2 if prior_width else 1)
             assert projected.cached == (len(current) * ROW_BYTES <= budget)
-            assert bytes_of(projected) <= budget + len(current) * 8 * ROW_NORMS
+            assert sum(tensor.nbytes for pair in projected._cache._kept for tensor in pair) <= budget
             known = current
     assert_same(projected)
 

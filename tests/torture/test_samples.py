@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.bank.helpers import fast_folder
-from tests.helpers import run_in_process
+from tests.processes import run_in_process
 from tests.torture import soak
 from tests.torture.mutations import little_memory
 from tests.torture.part import make
