@@ -134,8 +134,9 @@ def test_a_folder_that_fails_is_an_error_of_ours(tmp_path: Path, monkeypatch: py
             patch.setattr(os, call, failing)
             try:
                 retriever = DenseRetriever(WordEncoder(), folder=folder)
-                retriever.add(documents("one two", "three"))
-                retriever.save(folder)
+                for text in ("one two", "three"):
+                    retriever.add([Document(text, text)])
+                    retriever.save(folder)
                 assert snapshot.exists(folder)
             except BankError as error:
                 refusals.append((str(folder), str(error)))
