@@ -116,7 +116,7 @@ def test_many_questions_are_scored_in_blocks() -> None:
     assert np.shape(whole) == (40, 4)
 
 
-@pytest.mark.parametrize("call", ["open", "fsync", "replace", "unlink", "mkdir", "stat", "scandir"])
+@pytest.mark.parametrize("call", ["open", "fsync", "replace", "unlink", "mkdir", "stat", "listdir", "scandir"])
 def test_a_folder_that_fails_is_an_error_of_ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str) -> None:
     """Whichever call of the system fails: while vectors are cached, saved, and found again."""
     plain, calls, refusals = getattr(os, call), 0, []
