@@ -12,6 +12,7 @@ import pytest
 from hypothesis import settings
 
 from tests.places import IN_MEMORY
+from tests.processes import forking
 
 # The same examples at each run, so that a change is what makes a test fail; HYPOTHESIS_PROFILE=default draws new ones,
 # and where a test does not say how many, twice as many.
@@ -36,6 +37,13 @@ def user_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     own = cache_folder()
     os.environ[CACHE_VARIABLE] = str(tmp_path_factory.mktemp("cache"))
     return own
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _forking(user_cache: Path) -> Iterator[None]:
+    """Before the first test, while there are no threads."""
+    with forking():
+        yield
 
 
 @pytest.fixture
@@ -103,6 +111,14 @@ def loaded_tiny_model(tiny_checkpoint: Path):  # type: ignore[no-untyped-def]
     from mac_rag.model import MACModel
 
     return MACModel.from_pretrained(tiny_checkpoint, device="cpu")
+
+
+@pytest.fixture(scope="session")
+def mac_small():  # type: ignore[no-untyped-def]
+    """The shipped model, which no test changes."""
+    from mac_rag.model import MACModel
+
+    return MACModel.from_pretrained("mac-small", device="cpu")
 
 
 @pytest.fixture

@@ -1,9 +1,8 @@
-"""Tiny models of the architectures that mac_rag works with, in folders for the real loaders; pages; processes."""
+"""Tiny models of the architectures that mac_rag works with, in folders for the real loaders; pages."""
 
 from __future__ import annotations
 
 import copy
-import multiprocessing
 import time
 from collections.abc import Callable
 from html.parser import HTMLParser
@@ -243,25 +242,3 @@ def wait_until(condition: Callable[[], bool]) -> None:
     while not condition():
         assert time.monotonic() < until
         time.sleep(0.001)
-
-
-# Loading these takes several seconds; a process that is forked from one that has loaded them takes none.
-_PRELOADED = [
-    "pytest",
-    "mac_rag.engine",
-    "mac_rag.integrations.llama_index",
-    "mac_rag.retrieval.chroma",
-    "pipelines.trainer",
-]
-
-
-def run_in_process(function: Callable[..., object], *args: object, **kwargs: object) -> int | None:
-    """Runs a function of a module in a process of its own, which may be killed; returns its exit code."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(_PRELOADED)
-    process = context.Process(target=function, args=args, kwargs=kwargs)
-    process.start()
-    process.join(240)
-    process.kill()  # without effect, unless it hangs
-    process.join()
-    return process.exitcode

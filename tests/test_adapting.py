@@ -128,21 +128,6 @@ def test_an_interrupt_says_what_is_kept_and_the_command_goes_on(
     assert "do not agree" not in done.stderr
 
 
-@pytest.mark.usefixtures("interruptible")
-def test_early_interrupts_keep_nothing(tiny_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "a.txt").write_text("The bridge of Orm was closed.")
-
-    def interrupted(*arguments: Any, **options: Any) -> Any:
-        signal.raise_signal(signal.SIGINT)
-
-    monkeypatch.setattr(AmortizedModel, "amortize_rows", interrupted)
-    stopped = run("adapt", tmp_path / "a.txt", "--bank", tmp_path / "bank", "--model", tiny_checkpoint)
-    assert stopped.exit_code == 130
-    assert "0 of 1 documents" in stopped.stderr
-    again = run("bank", "verify", "--bank", tmp_path / "bank")
-    assert again.exit_code == 0, again.output
-
-
 def test_what_nobody_waits_for_any_more_is_taken_back(tiny_checkpoint: Path) -> None:
     engine = MACEngine(MACModel.from_pretrained(tiny_checkpoint, device="cpu"))
     engine.adapt([Document("before", "Ines Kaur opened the bridge.")])

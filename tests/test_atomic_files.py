@@ -42,6 +42,21 @@ def test_an_error_leaves_the_older_folder_and_the_next_attempt_starts_afresh(tmp
     assert [file.name for file in path.iterdir()] == ["file"]
 
 
+@pytest.mark.parametrize("size", [5_000, 100_000])
+def test_a_file_that_the_system_does_not_take_whole_leaves_the_older_one(tmp_path: Path, size: int) -> None:
+    """It refuses the end of a small one, and a piece of a large one."""
+    resource = pytest.importorskip("resource", reason="limits are POSIX's")
+    write_file(tmp_path / "file", [b"first"])
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1_000, before[1]))
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            write_file(tmp_path / "file", [bytes(size)])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert {file.name: file.read_bytes() for file in tmp_path.iterdir()} == {"file": b"first"}
+
+
 @pytest.mark.skipif(os.name != "posix", reason="modes of files are POSIX's")
 @pytest.mark.parametrize(("umask", "allowed"), [(0o022, 0o700), (0o000, 0o700), (0o277, 0o500)])
 def test_only_their_user_can_read_new_files_and_folders(tmp_path: Path, umask: int, allowed: int) -> None:

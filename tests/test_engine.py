@@ -144,15 +144,6 @@ def test_memory_and_documents_both_reach_the_lm(engine: MACEngine) -> None:
     assert texts[0] != texts[1] != texts[2]
 
 
-def test_aggregation_is_the_models_over_the_bank(engine: MACEngine) -> None:
-    engine.adapt(STREAM.documents)
-    expected = engine.model.aggregate(QUESTIONS, engine.bank.phi)
-    torch.testing.assert_close(engine.aggregate(QUESTIONS), expected, atol=1e-5, rtol=1e-5)
-    one = engine.bank.document_ids[0]
-    alone = engine.model.aggregate(QUESTIONS, engine.bank[one].phi)
-    torch.testing.assert_close(engine.aggregate(QUESTIONS, allowed={one}), alone, atol=1e-5, rtol=1e-5)
-
-
 def test_streaming_is_answering(engine: MACEngine) -> None:
     engine.adapt(STREAM.documents)
     several: list[Any] = [{}, {"k": 1}, {"memory_weight": 0.3}, {"k": 12, "overflow": "truncate", "max_new_tokens": 4}]

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers import run_in_process
+from tests.processes import run_in_process
 
 ROOT = Path(__file__).parents[1]
 

@@ -216,14 +216,6 @@ def test_documents_that_a_question_does_not_see_are_no_sources(model: OwnKVModel
     assert all(source.text == held[source.document_id] for source in answer.sources)  # the index in the bank has them
 
 
-def test_what_is_forgotten_is_gone_from_the_index_in_the_bank(model: OwnKVModel) -> None:
-    engine = engine_of(model, retriever=BM25Retriever())
-    engine.forget(DOCUMENTS[3].id)
-    assert isinstance(engine.bank, MemoryBank)
-    assert DOCUMENTS[3].id not in BankBM25Retriever(engine.bank)
-    assert texts(engine) == texts(engine_of(model, [one for one in DOCUMENTS if one is not DOCUMENTS[3]]))
-
-
 def test_tenants_see_their_own_documents_alone(model: OwnKVModel) -> None:
     engine = engine_of(model)
     halves = [frozenset(one.id for one in DOCUMENTS[start::2]) for start in (0, 1)]

@@ -70,8 +70,10 @@ def python(code: str) -> subprocess.CompletedProcess[str]:
 
 # Each command in a process of its own, forked from one that has imported what all of them need.
 _HELP = """
-import io, json, os, runpy, sys, typer
+import io, json, os, runpy, sys
 from contextlib import redirect_stdout
+import rich.markdown, rich.markup, typer.rich_utils
+import eval.harness.benchmark, pipelines.recipe
 for module in {modules!r}:
     if os.fork():
         os.wait()

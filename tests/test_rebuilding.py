@@ -24,7 +24,7 @@ from mac_rag.retrieval import BM25Retriever
 from mac_rag.retrieval.registry import make_retriever
 from mac_rag.shipped_models import FINGERPRINTS
 from tests.cli.helpers import refusal, run
-from tests.helpers import run_in_process
+from tests.processes import run_in_process
 
 DOCUMENTS = [Document(each.id, each.text, {"number": n}) for n, each in enumerate(generate("test", 40).documents[:30])]
 

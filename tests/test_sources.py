@@ -147,14 +147,13 @@ def test_long_texts_are_cut_in_linear_time() -> None:
         assert "".join("".join(text[start:end].split()) for start, end in spans) == "".join(text.split())
 
 
-def test_an_answer_is_written_as_its_document_writes_it() -> None:
+def test_an_answer_is_written_as_its_document_writes_it(mac_small: MACModel) -> None:
     """By an LM whose tokenizer drops case, accents and spaces, from memory, from documents, and in a stream."""
-    loaded = MACModel.from_pretrained("mac-small")
-    assert not loaded.base_lm.keeps_letters
+    assert not mac_small.base_lm.keeps_letters
     question = "Who runs the factory in Orsena?"
     name = "Siân O’Brien"
     text = f"The factory in Orsena is run by {name}. It was opened in 2004."
-    engine = MACEngine(loaded, MemoryBank(loaded.fingerprint, keep_texts=True))
+    engine = MACEngine(mac_small, MemoryBank(mac_small.fingerprint, keep_texts=True))
     engine.adapt([Document("factory", text)])
     assert engine.answer([question])[0].text == name
     [answer] = engine.answer([question], sources=1)

@@ -25,7 +25,7 @@ from mac_rag.retrieval import BM25Retriever, DenseRetriever, HybridRetriever, Re
 from mac_rag.retrieval.chroma import ChromaRetriever
 from mac_rag.sync import difference, disagreement
 from tests.cli.helpers import run
-from tests.helpers import run_in_process
+from tests.processes import run_in_process
 from tests.retrieval.helpers import WordEncoder
 
 STREAM = generate("val", 8).documents

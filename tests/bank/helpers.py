@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import closing, contextmanager, suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -23,9 +23,11 @@ from mac_rag.bank.directory import index_crc
 from mac_rag.bank.rows import RowLayout
 from mac_rag.data.types import Document
 from mac_rag.errors import BankError
-from mac_rag.model import MACModel
 from mac_rag.nn.product_quantizer import ProductQuantizer
 from tests.places import IN_MEMORY
+
+if TYPE_CHECKING:  # it imports transformers, which takes a process of its own seconds
+    from mac_rag.model import MACModel
 
 TOKENS, WIDTH = 2, 3
 

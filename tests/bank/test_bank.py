@@ -1,4 +1,4 @@
-"""The memory bank in memory: single behaviours. Any order of changes is in `test_store_states.py`."""
+"""The memory bank in memory: single behaviours. Any order of changes is in `test_states.py`."""
 
 from __future__ import annotations
 
@@ -10,13 +10,8 @@ from torch import Tensor
 
 from mac_rag.bank import MemoryBank
 from mac_rag.data.types import Document
-from mac_rag.errors import BankError, FingerprintError
-
-TOKENS, WIDTH = 2, 3
-
-
-def memory(rows: int, value: float = 1.0) -> Tensor:
-    return torch.full((rows, TOKENS, WIDTH), value)
+from mac_rag.errors import BankError
+from tests.bank.helpers import TOKENS, WIDTH, memory
 
 
 def filled(*ids: str) -> MemoryBank:
@@ -24,17 +19,6 @@ def filled(*ids: str) -> MemoryBank:
     for number, document_id in enumerate(ids):
         bank.put([Document(document_id, f"text of {document_id}", {"n": number})], memory(1, number))
     return bank
-
-
-def test_an_update_takes_the_place_of_the_old_and_goes_to_the_end() -> None:
-    bank = filled("a", "b")
-    keys = bank.row_keys.tolist()
-    assert bank.put([Document("c", ""), Document("a", "new")], torch.cat([memory(2, 5), memory(1, 6)]), [2, 1]) == ()
-    assert bank.document_ids == ["b", "c", "a"]
-    assert bank.phi[:, 0, 0].tolist() == [1, 5, 5, 6]
-    assert bank.row_members == [("b",), ("c",), ("c",), ("a",)]
-    assert bank.row_keys[0] == keys[1]
-    assert len(set(keys + bank.row_keys.tolist())) == 5  # what came new has keys that were never used
 
 
 def test_a_failed_addition_changes_nothing() -> None:
@@ -136,8 +120,3 @@ def test_rows_beyond_the_bank() -> None:
         with pytest.raises(IndexError, match="2 rows"):
             read()
     assert bank.take(torch.tensor([], dtype=torch.long)).shape == (0, TOKENS, WIDTH)
-
-
-def test_a_bank_of_another_model() -> None:
-    with pytest.raises(FingerprintError, match=r"f00d.*beef"):
-        filled("a").check_model("beef")

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
 from pathlib import Path
 
 import pytest
@@ -17,9 +15,8 @@ from mac_rag.bank.reduction import BoundedBank
 from mac_rag.bank.verify import verify
 from mac_rag.data.types import Document
 from mac_rag.errors import BankError, ConfigError, DamageError
-from mac_rag.retrieval import BM25Retriever, Tokenizer
+from mac_rag.retrieval import BM25Retriever
 from tests.bank.helpers import fast_folder, files_of, memory
-from tests.helpers import run_in_process
 from tests.retrieval.helpers import PLAIN
 
 WORDS = ["storm", "sun", "rain", "snow", "fog"]
@@ -111,18 +108,6 @@ def names(retriever: BM25Retriever, question: str) -> list[str]:
     return [hit.document_id for hit in retriever.retrieve([question], 9)[0]]
 
 
-@pytest.mark.parametrize("keep_texts", [False, True])
-def test_an_opened_index_finds_what_was_committed(keep_texts: bool, folder: Path) -> None:
-    with MemoryBank.create(folder / "bank", "f00d", keep_texts=keep_texts) as bank:
-        bank.put([BRIDGE], memory(1))
-        BankBM25Retriever(bank, tokenizer=Tokenizer(stemmer="german")).put([BRIDGE, RIVER])
-        bank.commit()
-    retriever = BankBM25Retriever(MemoryBank.open(folder / "bank"))
-    assert retriever.documents(["bridge", "river"]) == [BRIDGE, RIVER]
-    assert retriever.tokenizer.stemmer == "german"
-    assert names(retriever, "Who opened the bridge?") == ["bridge"]
-
-
 def test_another_tokenizer_than_that_of_the_index_is_refused(bank: MemoryBank) -> None:
     BankBM25Retriever(bank).put([BRIDGE])
     with pytest.raises(ConfigError, match="tokenizer"):
@@ -179,16 +164,6 @@ def test_text_and_words_of_a_deleted_document_are_not_in_the_file(keep_texts: bo
     assert verify(folder / "bank").clean
 
 
-def test_a_document_that_only_the_index_holds_leaves_no_bytes_either(bank: MemoryBank) -> None:
-    retriever = BankBM25Retriever(bank)
-    retriever.put([BRIDGE, RIVER])
-    bank.commit()
-    retriever.delete("river")
-    bank.commit()
-    assert b"ferry" not in files_of(bank.path)
-    assert b"Anna Berg" in files_of(bank.path)
-
-
 def test_a_document_that_a_bounded_bank_forgets_stays_in_the_index(folder: Path) -> None:
     bank = MemoryBank.create(folder / "bank", "f00d", keep_texts=True)
     bounded, retriever = BoundedBank(bank, 1, "random-pruning"), BankBM25Retriever(bank)
@@ -198,26 +173,6 @@ def test_a_document_that_a_bounded_bank_forgets_stays_in_the_index(folder: Path)
     bank.commit()
     assert len(bank) == 1
     assert BankBM25Retriever(bank).documents(["bridge", "river"]) == [BRIDGE, RIVER]
-
-
-def commit_partly(path: Path) -> None:
-    bank = MemoryBank.open(path, write=True)
-    bank.put([RIVER], memory(1))
-    BankBM25Retriever(bank).put([RIVER])
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-def test_a_kill_before_the_commit_leaves_neither_memory_nor_words(bank: MemoryBank) -> None:
-    bank.put([BRIDGE], memory(1))
-    BankBM25Retriever(bank).put([BRIDGE])
-    bank.commit()
-    bank.close()
-    assert bank.path is not None
-    assert run_in_process(commit_partly, bank.path) == -signal.SIGKILL
-    with MemoryBank.open(bank.path, write=True) as again:
-        assert again.document_ids == ["bridge"]
-        assert names(BankBM25Retriever(again), "ferry bridge") == ["bridge"]
-        assert b"ferry" not in b"".join(words for (words,) in again.connection.rows("SELECT words FROM bm25_document"))
 
 
 def test_a_change_that_the_file_refuses_is_made_neither_there_nor_in_memory(

@@ -200,12 +200,6 @@ class TestChanges:
         assert bank.layout == RowLayout(token_bytes=BYTES)
         check(bank, {"a": codes_of(1, 2)})
 
-    def test_a_bank_that_its_first_commit_creates(self, folder: Path) -> None:
-        with MemoryBank.create_on_commit(folder / "bank", "f00d") as bank:
-            put(bank, {"a": codes_of(1, 2)})
-            bank.commit()
-            check(bank, {"a": codes_of(1, 2)})
-
     def test_readers_see_one_commit(self, folder: Path) -> None:
         bank, before = filled(folder / "bank")
         reader = MemoryBank.open(folder / "bank")

@@ -16,7 +16,6 @@ import pytest
 import torch
 
 from mac_rag.bank import MemoryBank, database
-from mac_rag.bank.bank import Settings
 from mac_rag.bank.copies import backup, restore
 from mac_rag.bank.rows import RowLayout
 from mac_rag.bank.verify import verify
@@ -125,17 +124,6 @@ def test_new_banks(path: Path) -> None:
         MemoryBank.create(place / "bank", "f00d")
     gc.collect()
     assert [file.name for file in place.parent.iterdir()] == ["bank"]
-
-
-def test_a_bank_that_is_created_with_its_first_commit(path: Path) -> None:
-    bank = MemoryBank.create_on_commit(path, "f00d", keep_texts=True)
-    bank.put([Document("a", "A"), Document("b", "B")], memory(2))
-    bank.delete("b")
-    assert not path.exists()
-    bank.commit()
-    put(bank, "c", 2)
-    assert contents(MemoryBank.open(path)) == contents(bank) == {"a": 1, "c": 2}
-    assert bank["a"].texts == ("A",)
 
 
 def test_what_was_never_committed_is_forgotten(path: Path) -> None:
@@ -529,30 +517,3 @@ def test_a_full_disk_changes_nothing_and_the_same_call_succeeds_later(path: Path
         limited(1 << 30)
         change()
         assert contents(bank) == contents(MemoryBank.open(path)) == {"b": 1, "c": 2}
-
-
-def test_a_commit_that_the_disk_refuses_drops_the_changes(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with made(path, "a", "b") as bank:
-        write = database.Connection.write
-
-        def fail(link: database.Connection, statement: str, many: Any = None) -> None:
-            if statement == "COMMIT":
-                raise FullDiskError("the disk is full")
-            write(link, statement, many)
-
-        bank.put([Document("c", "")], memory(1, 2))
-        with monkeypatch.context() as patch:
-            patch.setattr(database.Connection, "write", fail)
-            with pytest.raises(FullDiskError):
-                bank.commit()
-        assert contents(bank) == contents(MemoryBank.open(path)) == {"a": 0, "b": 1}
-        put(bank, "c", 2)
-        assert contents(MemoryBank.open(path)) == {"a": 0, "b": 1, "c": 2}
-
-
-def test_settings_stay(path: Path) -> None:
-    with made(path, keep_texts=True, rows="int8") as bank:
-        bank.name_model("a model")
-        assert bank.commits == Settings.read(bank.connection).version
-    bank = MemoryBank.open(path)
-    assert (bank.keep_texts, bank.layout.dtype, bank.model, bank.fingerprint) == (True, "int8", "a model", "f00d")

@@ -119,26 +119,6 @@ def test_the_first_question_reads_the_rows_that_can_matter(budget: int, monkeypa
     torch.testing.assert_close(found, expected, **CLOSE)
 
 
-def test_documents_that_come_and_go_take_no_more_memory_than_those_that_are_there() -> None:
-    net, bank = network(), MemoryBank("f00d", rows="fp32")
-
-    def put(number: int) -> None:
-        put_with_overview(bank, net, [Document(f"{number}", "")], rows_of(1, number), [1])
-
-    for number in range(4):
-        put(number)
-    projected = view(net, bank, 1 << 20)
-    for number in range(4, 40):
-        for block in range(2):
-            keys, _ = projected.rows(block, torch.arange(4))
-            expected, _ = view(net, bank, 0).rows(block, torch.arange(4))
-            torch.testing.assert_close(keys, expected)
-        bank.delete(f"{number - 4}")
-        put(number)
-        projected.refresh()
-        assert len(projected._cache._rows) == 4  # as many as there were rows at a time, and not as many as ever
-
-
 def test_a_bank_of_another_network_is_read_itself() -> None:
     """Summaries of another width, or other lexical vectors, are nothing that this network knows."""
     bank = MemoryBank("f00d", rows="fp32")

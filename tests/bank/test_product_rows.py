@@ -14,7 +14,6 @@ from torch import Tensor
 
 from mac_rag.bank import MemoryBank
 from mac_rag.bank.copies import backup, restore
-from mac_rag.bank.remote import pull, push
 from mac_rag.bank.rows import RowLayout
 from mac_rag.bank.verify import verify
 from mac_rag.data.types import Document
@@ -154,17 +153,6 @@ def test_codebooks_come_with_the_first_rows(tmp_path: Path) -> None:
         put(bank, "ab", 1, another)  # it has its own
         bank.commit()
     assert_kept(MemoryBank.open(tmp_path / "bank"), expected)
-
-
-def test_a_bank_in_an_object_store(tmp_path: Path) -> None:
-    expected = made(tmp_path / "bank")
-    url = f"file://{tmp_path / 'store'}"
-    push(tmp_path / "bank", url)
-    pull(url, tmp_path / "copy")
-    opened = MemoryBank.open(tmp_path / "copy")
-    assert_kept(opened, expected)
-    assert opened.quantizer is not None
-    assert verify(tmp_path / "copy").clean
 
 
 def test_a_backup_with_other_codebooks_brings_them(tmp_path: Path) -> None:

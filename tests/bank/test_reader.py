@@ -16,7 +16,7 @@ from mac_rag.bank.reader import BankReader, highest
 from mac_rag.config import AttentionConfig
 from mac_rag.data.newswire.generate import generate
 from mac_rag.data.types import Document
-from mac_rag.errors import BankError, ConfigError
+from mac_rag.errors import ConfigError
 from mac_rag.model import MACModel
 from mac_rag.nn.memory_tokens import MemoryTokens
 from mac_rag.nn.unpadded_bert import Reading
@@ -48,21 +48,6 @@ def test_all_strategies_agree_where_they_lose_nothing(
     found = BankReader(tiny_model, bank, config).aggregate(QUESTIONS)
     torch.testing.assert_close(found.phi, tiny_model.aggregate(QUESTIONS, bank.phi), atol=1e-4, rtol=1e-4)
     torch.testing.assert_close(found.discarded, torch.zeros(3))
-
-
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_what_is_not_allowed_has_no_influence(tiny_model: MACModel, strategy: Strategy) -> None:
-    """As if the bank had never seen it, in phi* and in the attention mass."""
-    allowed = {document.id for document in NEWS.documents[::3]}
-    whole = BankReader(tiny_model, bank_of(tiny_model, NEWS.documents), exact(strategy))
-    part = BankReader(tiny_model, bank_of(tiny_model, NEWS.documents[::3]), exact(strategy))
-    torch.testing.assert_close(
-        whole.aggregate(QUESTIONS, allowed).phi, part.aggregate(QUESTIONS).phi, atol=1e-4, rtol=1e-4
-    )
-    if strategy != "hierarchical":
-        mass = whole.attention_mass(QUESTIONS, allowed)
-        torch.testing.assert_close(mass[:, ::3], part.attention_mass(QUESTIONS), atol=1e-4, rtol=1e-4)
-        torch.testing.assert_close(mass.sum(1), torch.ones(3))
 
 
 def test_a_question_asked_again_costs_nothing_until_the_bank_changes(
@@ -104,15 +89,6 @@ def test_least_recent_questions_leave_a_full_cache() -> None:
     assert asked == ["1", "2", "3", "4", "2"]
     # What is kept of a batch does not hold the rest of it.
     assert {phi.untyped_storage().nbytes() for phi, _ in recent._results.values()} == {4}
-
-
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_nothing_to_see(tiny_model: MACModel, strategy: Strategy) -> None:
-    reader = BankReader(tiny_model, bank_of(tiny_model, NEWS.documents), exact(strategy))
-    with pytest.raises(BankError, match="none of the documents"):
-        reader.aggregate(QUESTIONS, {"nobody"})
-    with pytest.raises(BankError, match="empty"):
-        BankReader(tiny_model, MemoryBank(tiny_model.fingerprint), exact(strategy)).aggregate(QUESTIONS)
 
 
 def test_preselection_follows_the_bank_and_tells_what_it_left_out(tiny_model: MACModel) -> None:

@@ -224,19 +224,6 @@ def test_averaging_gives_the_mean_of_two(method: ReductionMethod) -> None:
     torch.testing.assert_close(entry.phi, ((phi[:2].mean(0) + phi[2]) / 2)[None])
 
 
-@pytest.mark.parametrize("method", METHODS[1:])
-def test_deleting_one_document_removes_the_entry_and_leaves_the_others_as_they_were(method: ReductionMethod) -> None:
-    bounded = BoundedBank(MemoryBank("f00d"), 5, method)
-    bounded.put(documents(0, 12), random_phi(1, 12))
-    before = contents(bounded.bank)
-    merged = next(ids for ids in before if len(ids) > 1)
-    assert set(bounded.bank.delete(merged[-1])) == set(merged)
-    del before[merged]
-    assert contents(bounded.bank) == before
-    bounded.put(documents(12, 13), random_phi(2, 1))  # there is room again
-    assert contents(bounded.bank) == {**before, ("12",): random_phi(2, 1).flatten().tolist()}
-
-
 def test_updating_a_document_removes_the_entry_that_it_was_part_of() -> None:
     bounded = BoundedBank(MemoryBank("f00d"), 5, "nearest-averaging")
     bounded.put(documents(0, 6), random_phi(1, 6))

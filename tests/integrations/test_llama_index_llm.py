@@ -31,34 +31,29 @@ TEMPLATE = PromptTemplate("Answer {query_str} from {context_str}, please.")
 # -- answers --
 
 
-def test_chat_answers_the_last_user_message(remembering: RecordingEngine) -> None:
-    expected = reference(remembering)
-    history = [user("Hello"), ChatMessage(role="assistant", content="Hi")]
-    response = MACLLM(engine=remembering).chat([*history, user(QUESTION)])
-    assert (response.message.role, response.message.content) == (MessageRole.ASSISTANT, expected)
-    assert remembering.asked == [(QUESTION, None)]
-
-
 def test_every_way_of_asking_gives_the_same_answer(remembering: RecordingEngine) -> None:
     llm = MACLLM(engine=remembering)
     expected = reference(remembering)
+    said = [user("Hello"), ChatMessage(role="assistant", content="Hi"), user(QUESTION)]  # of which the last is asked
 
     async def asked() -> list[str | None]:
         streamed = [piece async for piece in await llm.astream_complete(QUESTION)]
-        chatted = [piece async for piece in await llm.astream_chat([user(QUESTION)])]
+        chatted = [piece async for piece in await llm.astream_chat(said)]
         return [
             (await llm.acomplete(QUESTION)).text,
-            (await llm.achat([user(QUESTION)])).message.content,
+            (await llm.achat(said)).message.content,
             streamed[-1].text,
             "".join(piece.delta or "" for piece in streamed),
             chatted[-1].message.content,
         ]
 
     streamed = list(llm.stream_complete(QUESTION))
-    chatted = list(llm.stream_chat([user(QUESTION)]))
+    chatted = list(llm.stream_chat(said))
     assert len(streamed) > 1
+    chat = llm.chat(said).message
+    assert chat.role == chatted[-1].message.role == MessageRole.ASSISTANT
     answers = [streamed[-1].text, "".join(piece.delta or "" for piece in streamed), chatted[-1].message.content]
-    assert [llm.complete(QUESTION).text, *answers, *asyncio.run(asked())] == [expected] * 9
+    assert [llm.complete(QUESTION).text, chat.content, *answers, *asyncio.run(asked())] == [expected] * 10
     assert set(remembering.asked) == {(QUESTION, None)}
 
 
@@ -120,17 +115,13 @@ def test_memory_is_used_when_there_is_some(engine: RecordingEngine) -> None:
     assert llm.complete(QUESTION, contexts=["Context."]).text == reference(engine, "Context.")
     without = MACLLM(engine=engine, use_memory=False)
     assert without.complete(QUESTION, contexts=["Context."]).text == alone
+    assert without.complete(QUESTION).text == reference(engine, use_memory=False)
 
 
 @pytest.mark.parametrize(("use_memory", "contexts"), [(None, None), (True, None), (True, ["Context."])])
 def test_empty_banks_are_errors(engine: RecordingEngine, use_memory: bool | None, contexts: list[str] | None) -> None:
     with pytest.raises(BankError, match="the memory bank is empty"):
         MACLLM(engine=engine, use_memory=use_memory).complete(QUESTION, contexts=contexts)
-
-
-def test_the_lm_alone_is_asked_only_on_purpose(engine: RecordingEngine) -> None:
-    expected = reference(engine, use_memory=False)
-    assert MACLLM(engine=engine, use_memory=False).complete(QUESTION).text == expected
 
 
 # -- limits --

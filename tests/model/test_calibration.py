@@ -218,9 +218,9 @@ def test_answers_are_taken_away_and_the_fit_knows_it(model: MACModel) -> None:
 
 
 @pytest.fixture(scope="module")
-def small() -> MACEngine:
+def small(mac_small: MACModel) -> MACEngine:
     """An engine whose LM has learned to abstain."""
-    small = MACEngine(MACModel.from_pretrained("mac-small", device="cpu"))
+    small = MACEngine(mac_small)
     small.adapt([Document("a", "Anna Berg opened the bridge in May."), Document("b", "The river floods in spring.")])
     return small
 

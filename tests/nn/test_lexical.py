@@ -210,11 +210,6 @@ ASKED = tuple(
 STREAM = QADataset("own", "train", DOCUMENTS, ASKED)
 
 
-@pytest.fixture(scope="module")
-def mac_small() -> MACModel:
-    return MACModel.from_pretrained("mac-small", device="cpu")
-
-
 def first_documents(model: MACModel, keys: torch.Tensor) -> list[str]:
     encoded = model.input_encoder([model.input_encoder.ids(question.question) for question in ASKED])
     prior = model.aggregation.prior

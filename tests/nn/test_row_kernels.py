@@ -40,18 +40,23 @@ def rotation(layers: int, positions: int, width: int, form: str) -> KeyRotation:
     return KeyRotation(cos, sin, partner)
 
 
+# Layers of a group, heads of keys and values, and their width: of narrow ones many, of wide ones few, because the
+# interpreter takes its time. A program of the kernel decodes 256 numbers of the 512 of the last.
+SHAPES = [(2, 2, 6), (2, 1, 16), (1, 2, 16), (1, 1, 64), (1, 2, 64), (2, 1, 128)]
+
+
 @given(
-    seed=st.integers(0, 1000), groups=st.integers(1, 2), layers=st.integers(1, 2), kv_heads=st.integers(1, 2),
-    width=st.sampled_from([6, 16, 64, 128]), lengths=st.lists(st.integers(0, 70), min_size=1, max_size=3),
-    share=st.floats(0.01, 1), form=st.sampled_from(["halves", "neighbours", "a half"]),
-    dtype=st.sampled_from(list(ERRORS)),
+    seed=st.integers(0, 1000), groups=st.integers(1, 2), shape=st.sampled_from(SHAPES),
+    lengths=st.lists(st.integers(0, 70), min_size=1, max_size=3), share=st.floats(0.01, 1),
+    form=st.sampled_from(["halves", "neighbours", "a half"]), dtype=st.sampled_from(list(ERRORS)),
 )  # fmt: skip
 @settings(max_examples=15, deadline=None)
 def test_codes_become_rotated_keys_and_values(
-    seed: int, groups: int, layers: int, kv_heads: int, width: int, lengths: list[int], share: float, form: str,
+    seed: int, groups: int, shape: tuple[int, int, int], lengths: list[int], share: float, form: str,
     dtype: torch.dtype,
 ) -> None:  # fmt: skip
     torch.manual_seed(seed)
+    layers, kv_heads, width = shape
     codec = KVCodec(layers=groups * layers, kv_heads=kv_heads, head_width=width, group=layers)
     numbers = groups * layers * 2 * kv_heads * width
     # Variances fall quickly, so that components have 8, 4, 2, 1 and no bits.
@@ -78,11 +83,11 @@ def attention(query: Tensor, keys: Tensor, values: Tensor, added: Tensor, scalin
 
 
 @given(
-    seed=st.integers(0, 1000), questions=st.lists(st.lists(st.integers(0, 3), max_size=4), min_size=1, max_size=3),
+    seed=st.integers(0, 1000), questions=st.lists(st.lists(st.integers(0, 3), max_size=3), min_size=1, max_size=2),
     kv_heads=st.integers(1, 2), groups=st.integers(1, 4), length=st.sampled_from([1, 2, 5, 40]),
     width=st.sampled_from([6, 16, 64, 80, 128]), dtype=st.sampled_from(list(ERRORS)),
 )  # fmt: skip
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=16, deadline=None)
 def test_questions_attend_to_their_rows_and_to_themselves(
     seed: int, questions: list[list[int]], kv_heads: int, groups: int, length: int, width: int, dtype: torch.dtype
 ) -> None:

@@ -28,7 +28,7 @@ from pipelines.tasks.kv_regression import init_by_kv_regression
 from tests.helpers import VOCABULARY, reloaded, save_tokenizer
 from tests.lm.helpers import ARCHITECTURES, random_lm
 
-DATA = generate("train", 60, seed=3, questions_per_document=2)
+DATA = generate("train", 32, seed=3, questions_per_document=2)
 TOKENS = 24
 
 
@@ -61,7 +61,7 @@ def started(request: pytest.FixtureRequest) -> tuple[MACModel, MACModel]:
     """A model as it is built, and the same after the start."""
     model, shown = build(sentence_encoder=request.param), io.StringIO()
     with contextlib.redirect_stderr(shown):
-        init_by_kv_regression(model, DATA)
+        init_by_kv_regression(model, generate("train", 60, seed=3, questions_per_document=2))
     for phase in ("tokenize", "read documents", "read questions", "fit"):
         assert f"kv_regression: {phase}" in shown.getvalue()
     return build(sentence_encoder=request.param), model
@@ -148,7 +148,7 @@ def divergences(model: MACModel) -> tuple[float, float, float]:
 
     With the document's own memory, with another document's, and with none.
     """
-    held_out = generate("val", 24)
+    held_out = generate("val", 12)
     prompts, lm = model.base_lm.prompts, model.base_lm
     texts = [document.text for document in held_out.documents]
     places = {document.id: i for i, document in enumerate(held_out.documents)}
@@ -234,7 +234,7 @@ def test_a_memory_in_the_prompt_is_read_as_the_document_is(slots: int) -> None:
     init_by_kv_regression(model, DATA)
     own, others, none = divergences(model)
     assert 3 * own < min(others, none)
-    held_out = generate("val", 24)
+    held_out = generate("val", 12)
     with torch.no_grad():
         phi = model.amortize([document.text for document in held_out.documents])
         encoded = model.input_encoder([model.input_encoder.ids(q.question) for q in held_out.questions])

@@ -19,8 +19,8 @@ from pipelines.stages import RECIPES, read_stages
 from pipelines.tasks.registry import TASK_KINDS
 from pipelines.tasks.train import TrainTask
 from pipelines.tasks.tune_qa import TuneConfig
-from tests.helpers import run_in_process
 from tests.pipelines.helpers import SHORT_PRETRAINING, TRAINER, command, metrics
+from tests.processes import run_in_process
 
 STAGES = ("lm", "reader", "start", "more")
 MINIATURE = """

@@ -19,10 +19,10 @@ from pipelines.synthesis.writers import LlamaIndexWriter, LocalWriter, _messages
 from pipelines.tasks import self_study
 from pipelines.tasks.self_study import study
 from pipelines.tasks.train import TrainTask
-from tests.helpers import run_in_process
 from tests.pipelines.helpers import command
 from tests.pipelines.rule_llm import MILL, RuleLLM
 from tests.pipelines.test_pipelines import train_recipe
+from tests.processes import run_in_process
 
 LLM = "tests.pipelines.rule_llm:RuleLLM"
 

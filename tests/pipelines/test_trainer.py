@@ -20,9 +20,10 @@ from safetensors.torch import load_file, save_file
 from mac_rag.errors import ConfigError, DataError, ModelLoadError
 from pipelines.recipe import keep_recipe
 from pipelines.trainer import Task, Trainer, TrainerConfig, shuffled
-from tests.helpers import DEEP, DIGITS, run_in_process
+from tests.helpers import DEEP, DIGITS
 from tests.pipelines.helpers import metrics
 from tests.pipelines.toy_training import ITEMS, ToyTask, train
+from tests.processes import run_in_process
 
 ROOT = Path(__file__).parents[2]
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
+import os
 import random
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,7 +16,6 @@ from hypothesis import strategies as st
 from mac_rag.data.types import Document
 from mac_rag.errors import BankError, FingerprintError
 from mac_rag.retrieval import DenseRetriever, snapshot
-from tests.faults import faults
 from tests.retrieval.helpers import WordEncoder, changed, documents, in_blocks
 
 WORDS = [f"w{i}" for i in range(40)]
@@ -114,21 +116,31 @@ def test_many_questions_are_scored_in_blocks() -> None:
     assert np.shape(whole) == (40, 4)
 
 
-def test_a_folder_that_cannot_be_read_is_an_error_of_ours(tmp_path: Path) -> None:
-    """Whatever call fails: while vectors are cached, saved, and found again."""
-    documents = [Document("a", "one two"), Document("b", "three")]
-    for number in range(1, 200):
-        folder, refusal = tmp_path / str(number), None
-        with faults(folder) as fault:
-            fault.at(number)
+@pytest.mark.parametrize("call", ["open", "fsync", "replace", "unlink", "mkdir", "stat", "listdir", "scandir"])
+def test_a_folder_that_fails_is_an_error_of_ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str) -> None:
+    """Whichever call of the system fails: while vectors are cached, saved, and found again."""
+    plain, calls, refusals = getattr(os, call), 0, []
+    for number in itertools.count(1):
+        folder, calls = tmp_path / str(number), 0
+
+        def failing(*arguments: Any, number: int = number, **options: Any) -> Any:
+            nonlocal calls
+            calls += 1
+            if calls == number:
+                raise OSError(5, "Input/output error")
+            return plain(*arguments, **options)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(os, call, failing)
             try:
                 retriever = DenseRetriever(WordEncoder(), folder=folder)
-                retriever.add(documents)
-                retriever.save(folder)
+                for text in ("one two", "three"):
+                    retriever.add([Document(text, text)])
+                    retriever.save(folder)
                 assert snapshot.exists(folder)
             except BankError as error:
-                refusal = str(error)
-        assert refusal is None or str(folder) in refusal
-        if fault.failed is None:
+                refusals.append((str(folder), str(error)))
+        if calls < number:
             break
-    assert number > 20
+    assert refusals
+    assert all(place in refusal for place, refusal in refusals)

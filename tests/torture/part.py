@@ -10,9 +10,7 @@ from pathlib import Path
 from mac_rag.errors import MACError
 
 # Each is a module beside this one, with a class `Torture`.
-PARTS = (
-    "kills", "faults", "power_loss", "tenants", "soak", "banks", "retrievers", "checkpoints", "data_files", "texts",
-)  # fmt: skip
+PARTS = ("kills", "faults", "power_loss", "soak", "banks", "retrievers", "checkpoints", "data_files", "texts")
 FAILURES = ("lost", "stale", "foreign", "hang", "wrong")
 
 

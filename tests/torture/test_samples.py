@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.bank.helpers import fast_folder
-from tests.helpers import run_in_process
+from tests.processes import run_in_process
 from tests.torture import soak
 from tests.torture.mutations import little_memory
 from tests.torture.part import make
@@ -38,13 +38,6 @@ def test_what_a_loss_of_power_and_a_kill_leave(part: str, seeds: range) -> None:
     command = [sys.executable, "-m", "tests.torture", part, "--seed", *map(str, seeds)]
     done = subprocess.run(command, env=preloading(), capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]
-
-
-def test_tenants() -> None:
-    with fast_folder() as place:
-        torture = make("tenants", place)
-        for seed in range(12):
-            torture.trial(seed)
 
 
 def _soak(report: Path) -> None:
