@@ -21,6 +21,7 @@ from mac_rag.bank.directory import Directory
 from mac_rag.bank.keys_file import keys_path, read_keys_file
 from mac_rag.bank.rows import RowLayout, Summaries
 from mac_rag.data.types import Document
+from mac_rag.nn.prior import postings_of
 from tests.bank.helpers import fast_folder, memory
 
 LAYOUT = RowLayout(dtype="fp32", summary=3, lexical_vectors=1)
@@ -110,7 +111,18 @@ def test_what_came_after_it_is_read_from_the_bank(folder: Path) -> None:
         add(opened, "lmno", 60)
     assert keys_path(bank).stat().st_ino != before
     assert is_used(bank)
+    check_postings(bank)
     assert read(bank) == read_without(bank)
+
+
+def check_postings(bank: Path) -> None:
+    """Compares the lexical vectors place by place with what a sort of them gives."""
+    keys = read_keys_file(bank)
+    assert keys is not None
+    assert keys.summaries is not None
+    assert keys.summaries.postings is not None
+    expected = postings_of(*keys.summaries[1:4], len(keys.summaries.postings[0]) - 1)
+    assert all(map(torch.equal, keys.summaries.postings, expected))
 
 
 CHANGES: dict[str, Callable[[MemoryBank], object]] = {
@@ -143,6 +155,7 @@ def test_it_goes_when_something_of_it_is_deleted(folder: Path, change: str) -> N
         assert seen(reader) == read(bank) == read_without(bank)
     assert keys_path(bank).read_bytes() != stale  # the last writer has written it again
     assert read(bank) == read_without(bank)
+    check_postings(bank)
 
 
 def test_that_of_another_bank_or_of_another_state_is_not_used(folder: Path) -> None:
@@ -154,6 +167,7 @@ def test_that_of_another_bank_or_of_another_state_is_not_used(folder: Path) -> N
         opened.delete("a")
         add(opened, "fgh", 20)
     assert is_used(bank)
+    check_postings(bank)
     shutil.copy(backup, bank)  # an older state below newer keys
     assert not is_used(bank)
     assert read(bank)[-1] == ["a", "b", "c"]
