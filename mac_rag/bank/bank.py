@@ -310,8 +310,13 @@ class Contents:
             some = sequences[first : first + _PAGE]
             members = self._members(some[0], some[-1])
             for sequence, count in zip(some, rows[first : first + _PAGE]):
-                if sequence in members:  # otherwise it was deleted since the loop began
+                if sequence in members:
                     yield BankEntry(members[sequence], sequence, count, self)
+                elif (self.directory.sequences == sequence).any():  # otherwise it was deleted since the loop began
+                    raise DamageError(
+                        f"{self.connection.path} is damaged: entry {sequence:,} has no documents; restore it from a "
+                        "backup"
+                    )
 
     def entry(self, sequence: int) -> BankEntry:
         """An entry by its sequence number.

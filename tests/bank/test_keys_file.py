@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import shutil
+import sqlite3
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -21,6 +23,7 @@ from mac_rag.bank.directory import Directory
 from mac_rag.bank.keys_file import keys_path, read_keys_file
 from mac_rag.bank.rows import RowLayout, Summaries
 from mac_rag.data.types import Document
+from mac_rag.errors import DamageError
 from mac_rag.nn.prior import postings_of
 from tests.bank.helpers import fast_folder, memory
 
@@ -198,6 +201,15 @@ def test_a_damaged_one_is_not_used(data: st.DataObject) -> None:
         found = read_keys_file(bank)
         assert found is None or found.commit[1] in bank.read_bytes().decode("latin1")
         assert read(bank) == expected
+
+
+def test_a_document_that_the_bank_has_lost_is_not_left_out(folder: Path) -> None:
+    bank = made(folder / "bank")
+    with closing(sqlite3.connect(bank)) as connection, connection:
+        connection.execute("UPDATE document SET key = -1 WHERE id = 'b'")
+    assert is_used(bank)  # so the documents were not looked through
+    with pytest.raises(DamageError, match="entry 1 has no documents"):
+        list(MemoryBank.open(bank))
 
 
 def test_a_damaged_one_is_written_again_by_a_writer_that_needed_it(folder: Path) -> None:
