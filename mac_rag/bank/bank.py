@@ -38,7 +38,7 @@ from mac_rag.bank.database import (
     exists,
     local_path,
 )
-from mac_rag.bank.directory import Directory, index_crc, span
+from mac_rag.bank.directory import Directory, followed, index_crc, span
 from mac_rag.bank.entries import Entry, NewEntry, Texts, described_members, new_entries
 from mac_rag.bank.interface import BankContents, Intent
 from mac_rag.bank.keys_file import KeysFile, read_keys_file, remove_keys_file, write_keys_file
@@ -310,8 +310,13 @@ class Contents:
             some = sequences[first : first + _PAGE]
             members = self._members(some[0], some[-1])
             for sequence, count in zip(some, rows[first : first + _PAGE]):
-                if sequence in members:  # otherwise it was deleted since the loop began
+                if sequence in members:
                     yield BankEntry(members[sequence], sequence, count, self)
+                elif (self.directory.sequences == sequence).any():  # otherwise it was deleted since the loop began
+                    raise DamageError(
+                        f"{self.connection.path} is damaged: entry {sequence:,} has no documents; restore it from a "
+                        "backup"
+                    )
 
     def entry(self, sequence: int) -> BankEntry:
         """An entry by its sequence number.
@@ -586,8 +591,12 @@ class Contents:
         keys = self._now.keys
         summaries = None if keys is None or first else keys.summaries
         if keys is not None and summaries is not None:
-            yield summaries
-            first = len(keys.directory.row_keys)
+            known = keys.directory.row_keys
+            first, remains = len(known), torch.ones(len(known), dtype=torch.bool)
+            if not torch.equal(known, self.row_keys[:first]):
+                first, remains = followed(known, self.row_keys)
+            if first:
+                yield summaries.kept(remains)
         shape = self._state.settings.shape
         for start in range(first, len(self.row_keys), _SUMMARIES):
             wanted = self.row_keys[start : start + _SUMMARIES]
@@ -804,7 +813,7 @@ class MemoryBank(Contents):
     def _now(self) -> State:
         if self._is_stale:
             directory = self._state.directory.updated(self.connection, self._changed)
-            self._state = self._state._replace(directory=directory, keys=None if self._changed else self._state.keys)
+            self._state = self._state._replace(directory=directory)
             self._is_stale, self._changed = False, set()
         return self._state
 
@@ -1243,7 +1252,6 @@ class MemoryBank(Contents):
         if not link.in_transaction and settings == self._committed.settings and self._uncreated is None:
             return
         settings = settings.model_copy(update={"version": settings.version + 1})
-        is_cleaned = bool(self._touched) or self._is_unclean
         with self._settled:
             try:
                 self._begin_transaction(link)
@@ -1260,14 +1268,13 @@ class MemoryBank(Contents):
         if self._uncreated is not None:
             self._replace(Database.create(self._uncreated, self._pinned().connection))
             self._uncreated = None
-        elif is_cleaned:
+        elif self._is_unclean:
             self._clean()
 
     def _settle(self, settings: Settings) -> None:
         """Makes the current contents what `rollback` goes back to."""
-        deleted = bool(self._touched)
-        keys = None if deleted else self._now.keys
-        self._state = self._now._replace(settings=settings, writer=self._name, keys=keys)
+        self._is_unclean |= bool(self._touched)
+        self._state = self._now._replace(settings=settings, writer=self._name)
         self._committed, self._committed_version = self._state, self.version
         self._touched, self._has_written, self._latest = set(), True, None
 
@@ -1278,7 +1285,7 @@ class MemoryBank(Contents):
             return
         self._is_unclean = True
         with suppress(BankError):
-            remove_keys_file(self._database.path)
+            self._remove_keys_file()
             self._is_unclean = not self.connection.clean(wait=False)
 
     def _replace(self, database: Database) -> None:
@@ -1336,8 +1343,7 @@ class MemoryBank(Contents):
                 self.rollback()
                 raise
             self.commit()
-        remove_keys_file(self._database.path)
-        self._state = self._committed = self._committed._replace(keys=None)
+        self._remove_keys_file()
         self._latest = None
         link.shrink()
         if not link.clean(wait=True):
@@ -1347,12 +1353,19 @@ class MemoryBank(Contents):
             )
         self._is_unclean = False
         self._write_keys_file()
+        self._state = self._committed = self._committed._replace(keys=read_keys_file(link.path))
+
+    def _remove_keys_file(self) -> None:
+        assert self._database is not None
+        if self._state.keys is not None:
+            self._state.keys.is_good = False
+        remove_keys_file(self._database.path)
 
     def _write_keys_file(self) -> None:
-        """Writes the derived file of a large bank, if much has come since it was written."""
+        """Writes the derived file of a large bank, if something was deleted or much has come since it was written."""
         state = self._committed
         rows = int(state.directory.rows.sum())
-        known = 0 if state.keys is None or state.keys.is_damaged else int(state.keys.directory.rows.sum())
+        known = 0 if state.keys is None or not state.keys.is_good else int(state.keys.directory.rows.sum())
         if rows < _MANY_ROWS or self.connection.in_transaction or rows - known < rows // 10 or self._database is None:
             return
         with suppress(BankError, OSError):  # it is a convenience

@@ -40,19 +40,20 @@ class KeysFile:
     Attributes:
         commit: see above.
         directory: see above.
-        is_damaged: True once the columns have turned out not to be what was written.
+        is_good: False once the columns have turned out not to be what was written, or the file was removed. What was
+            read of a removed file stays.
     """
 
     def __init__(self, commit: tuple[int, str], directory: Directory, columns: dict[str, Tensor], crc: int) -> None:
         self.commit, self.directory = commit, directory
-        self.is_damaged = False
+        self.is_good = True
         self._columns, self._crc = columns, crc
 
     @cached_property
     def summaries(self) -> Summaries | None:
         """What is read of every row at once; None if it is not what was written."""
         if _crc(self._columns, self.commit) != self._crc:
-            self.is_damaged = True
+            self.is_good = False
             return None
         summaries, counts, places, weights, *postings = self._columns.values()
         ends, rows, posting_weights = postings
@@ -80,7 +81,7 @@ def write_keys_file(
         OSError: when the file cannot be written.
     """
     listed = {name: getattr(directory, name) for name in _DIRECTORY}
-    postings = postings_of(*summaries[1:-1], lexical_width)
+    postings = summaries.postings or postings_of(*summaries[1:-1], lexical_width)
     columns = {name: one.contiguous() for name, one in zip(_SUMMARIES, (*summaries[:-1], *postings), strict=True)}
     if lexical_width <= 1 << 16:
         columns["places"] = columns["places"].to(torch.uint16)

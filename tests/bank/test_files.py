@@ -17,6 +17,7 @@ import torch
 
 from mac_rag.bank import MemoryBank, database
 from mac_rag.bank.copies import backup, restore
+from mac_rag.bank.keys_file import keys_path
 from mac_rag.bank.rows import RowLayout
 from mac_rag.bank.verify import verify
 from mac_rag.data.types import Document
@@ -422,9 +423,14 @@ def secret_bank(path: Path) -> tuple[MemoryBank, list[bytes]]:
 
 
 @pytest.mark.parametrize("way", ["delete", "replace", "merge", "describe"])
-def test_no_byte_of_what_was_deleted_is_left_after_a_commit(path: Path, way: str) -> None:
+def test_no_byte_of_what_was_deleted_is_left_after_a_commit(
+    path: Path, way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("mac_rag.bank.bank._MANY_ROWS", 1)
     bank, traces = secret_bank(path)
+    bank.compact()
     assert all(trace in files_of(path) for trace in traces)
+    assert traces[1] in keys_path(path).read_bytes()
     if way == "delete":
         bank.delete("secret id")
     elif way == "replace":
@@ -437,6 +443,9 @@ def test_no_byte_of_what_was_deleted_is_left_after_a_commit(path: Path, way: str
         bank.describe([Document("secret id", "text of secret id " * 3000)])
         traces = [b"metadata of secret"]
     bank.commit()
+    assert not [trace for trace in traces if trace in files_of(path)]
+    bank.close()
+    assert keys_path(path).exists()  # made of what was read of the former one
     assert not [trace for trace in traces if trace in files_of(path)]
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import shutil
+import sqlite3
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -21,6 +23,8 @@ from mac_rag.bank.directory import Directory
 from mac_rag.bank.keys_file import keys_path, read_keys_file
 from mac_rag.bank.rows import RowLayout, Summaries
 from mac_rag.data.types import Document
+from mac_rag.errors import DamageError
+from mac_rag.nn.prior import postings_of
 from tests.bank.helpers import fast_folder, memory
 
 LAYOUT = RowLayout(dtype="fp32", summary=3, lexical_vectors=1)
@@ -110,7 +114,18 @@ def test_what_came_after_it_is_read_from_the_bank(folder: Path) -> None:
         add(opened, "lmno", 60)
     assert keys_path(bank).stat().st_ino != before
     assert is_used(bank)
+    check_postings(bank)
     assert read(bank) == read_without(bank)
+
+
+def check_postings(bank: Path) -> None:
+    """Compares the lexical vectors place by place with what a sort of them gives."""
+    keys = read_keys_file(bank)
+    assert keys is not None
+    assert keys.summaries is not None
+    assert keys.summaries.postings is not None
+    expected = postings_of(*keys.summaries[1:4], len(keys.summaries.postings[0]) - 1)
+    assert all(map(torch.equal, keys.summaries.postings, expected))
 
 
 CHANGES: dict[str, Callable[[MemoryBank], object]] = {
@@ -143,6 +158,7 @@ def test_it_goes_when_something_of_it_is_deleted(folder: Path, change: str) -> N
         assert seen(reader) == read(bank) == read_without(bank)
     assert keys_path(bank).read_bytes() != stale  # the last writer has written it again
     assert read(bank) == read_without(bank)
+    check_postings(bank)
 
 
 def test_that_of_another_bank_or_of_another_state_is_not_used(folder: Path) -> None:
@@ -154,6 +170,7 @@ def test_that_of_another_bank_or_of_another_state_is_not_used(folder: Path) -> N
         opened.delete("a")
         add(opened, "fgh", 20)
     assert is_used(bank)
+    check_postings(bank)
     shutil.copy(backup, bank)  # an older state below newer keys
     assert not is_used(bank)
     assert read(bank)[-1] == ["a", "b", "c"]
@@ -184,6 +201,15 @@ def test_a_damaged_one_is_not_used(data: st.DataObject) -> None:
         found = read_keys_file(bank)
         assert found is None or found.commit[1] in bank.read_bytes().decode("latin1")
         assert read(bank) == expected
+
+
+def test_a_document_that_the_bank_has_lost_is_not_left_out(folder: Path) -> None:
+    bank = made(folder / "bank")
+    with closing(sqlite3.connect(bank)) as connection, connection:
+        connection.execute("UPDATE document SET key = -1 WHERE id = 'b'")
+    assert is_used(bank)  # so the documents were not looked through
+    with pytest.raises(DamageError, match="entry 1 has no documents"):
+        list(MemoryBank.open(bank))
 
 
 def test_a_damaged_one_is_written_again_by_a_writer_that_needed_it(folder: Path) -> None:

@@ -17,7 +17,7 @@ from mac_rag.nn.attention import direct_attention, recomputing_attention
 from mac_rag.nn.bank_view import BankProjection
 from mac_rag.nn.hierarchical import hierarchical
 from mac_rag.nn.memory_tokens import MemoryTokens
-from mac_rag.nn.prior import CANDIDATES, Candidates, PriorKeys, RankedFirst
+from mac_rag.nn.prior import CANDIDATES, Candidates, PriorKeys, RankedFirst, postings_of
 from tests.nn.helpers import network, random, random_texts
 
 
@@ -41,13 +41,20 @@ def test_products_and_choices_of_keys(
     dense = [torch.randn(count, 3, generator=torch.Generator().manual_seed(seed + n)) for n, count in enumerate(rows)]
     words = [lexical(count, width, seed + 10 + n) for n, count in enumerate(rows)]
     plain = torch.cat([torch.cat(parts, 1) for parts in zip(dense, words)])
-    keys = PriorKeys.cat([PriorKeys.of(*parts) for parts in zip(dense, words)])
+    parts = [PriorKeys.of(*part) for part in zip(dense, words)]
     queries = torch.cat([torch.randn(questions, 3), lexical(questions, width, seed + 20)], 1)
-    torch.testing.assert_close(keys.products(queries), queries @ plain.T)
+    if data.draw(st.booleans()):
+        parts[0].products(queries)  # which sorts its postings; those of the others are put among them
+    keys = PriorKeys.cat(parts)
+    if data.draw(st.booleans()):
+        torch.testing.assert_close(keys.products(queries), queries @ plain.T)
     mask = torch.tensor(data.draw(st.lists(st.booleans(), min_size=len(plain), max_size=len(plain))), dtype=torch.bool)
     kept = keys.kept(mask)
     assert len(kept) == int(mask.sum())
     torch.testing.assert_close(kept.products(queries), queries @ plain[mask].T)
+    for held in (keys, kept):
+        sorted_anew = postings_of(held.counts, held.places, held.weights, width)
+        assert all(torch.equal(*pair) for pair in zip(held._postings, sorted_anew, strict=True))
     if len(plain):
         index = torch.tensor(data.draw(st.lists(st.integers(0, len(plain) - 1), max_size=5)), dtype=torch.long)
         assert torch.equal(keys.take(index), plain[index])
