@@ -397,8 +397,10 @@ class BatchingQueue:
         if running.joins is None or not self._waiting:
             return []
         with self._changed:
-            # Whoever would come next and cannot join must not wait for one after another who can.
-            waiting = sorted((one for one in self._waiting if not one.is_cancelled), key=self._used_by)
+            # Whoever would come next and cannot join must not wait for one after another who can. Short turns do not
+            # wait for the end.
+            asking = [entry for entry in self._waiting if not entry.is_cancelled and not entry.soon]
+            waiting = sorted(asking, key=self._used_by)
             joined = self._admitted(running, list(takewhile(lambda one: one.joins == running.joins, waiting)))
             if joined:
                 self._charge()

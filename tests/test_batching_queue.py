@@ -619,6 +619,21 @@ class TestJoining:
         assert after.result(20) == "done after"
         assert taken == ["['long']", "['joins']"]
 
+    def test_short_turns_that_wait_keep_nobody_from_joining(self, stepper: Stepper) -> None:
+        def turn() -> list[list[str]]:
+            with stepper.queue.turn(soon=True):
+                return list(stepper.steps)
+
+        stepper.start("long", 4)
+        short = stepper.pool.submit(turn)
+        wait_until(lambda: len(stepper.queue._waiting) == 1)
+        late = stepper.start("late", 1)
+        stepper.go_on(1)
+        assert short.result(20) == [["long"]]
+        stepper.go_on(1)
+        assert late.result(20) == "done late"
+        assert stepper.steps == [["long"], ["long", "late"]]
+
     def test_a_thread_whose_request_is_done_leaves_the_rest_to_another(self, stepper: Stepper) -> None:
         first = stepper.start("first", 2)
         stepper.start("second", 3)

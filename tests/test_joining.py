@@ -235,7 +235,7 @@ def test_snapshots_are_let_go_once_whatever_happens(stored: Paced, monkeypatch: 
     stored.go_on(2)
     wait_until(lambda: held.now == 2)
     if fault == "error of all":
-        monkeypatch.setattr("mac_rag.lm.continuous_batch._Running.step", raising(MemoryError("no room")))
+        monkeypatch.setattr("mac_rag.lm.continuous_batch._Stack.step", raising(MemoryError("no room")))
     if fault == "error of one":
         monkeypatch.setattr("mac_rag.asking.find_sources", raising(MemoryError("no room")))
     stored.free()

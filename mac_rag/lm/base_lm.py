@@ -301,8 +301,12 @@ class BaseLM(nn.Module):
             write=self._decoded,
             tell=tell,
         )
-        length = (modulation.prefix_length if modulation else 0) + max(map(len, prompts)) + max_new_tokens
-        batch.add(answers, lambda: self._read_prompts(prompts, modulation), length)
+        batch.add(
+            answers,
+            lambda: self._read_prompts(prompts, modulation),
+            prefix=modulation.prefix_length if modulation else 0,
+            text=max(map(len, prompts), default=0) + max_new_tokens,
+        )
         return answers
 
     @torch.no_grad()

@@ -50,6 +50,11 @@ class CachedRows:
         """T, number of positions in the cache."""
         return self._mask.shape[1]
 
+    @property
+    def prefix_length(self) -> int:
+        """P, number of the first positions, which are the prefix of the modulation."""
+        return self._modulation.prefix_length if self._modulation else 0
+
     def read(self, tokens: Tensor) -> Tensor:
         """Reads one more token of each row, `[B]`; returns the logits of the next ones, `[B, vocabulary]`."""
         self._mask = torch.cat([self._mask, self._mask.new_ones(len(tokens), 1)], 1)
@@ -93,9 +98,9 @@ class CachedRows:
             rows: indices of the rows.
             modulation: their modulation, as `after_cache` gives it.
         """
-        before = self._modulation.prefix_length if self._modulation else 0
-        unseen = int(self._mask[rows, before:].any(0).int().argmax())
-        return Taken(rows, modulation.prefix_length if modulation else 0, self.length - before - unseen)
+        text = self._mask[rows, self.prefix_length :]
+        unseen = int(text.any(0).int().argmax())
+        return Taken(rows, modulation.prefix_length if modulation else 0, text.shape[1] - unseen)
 
 
 class Answers:
@@ -224,7 +229,7 @@ class Answers:
 
 
 @dataclass(eq=False)
-class _Running:
+class _Stack:
     """Rows in one cache, the next token of each, and the answers that they write, in the order of the rows."""
 
     rows: CachedRows
@@ -242,9 +247,9 @@ class _Running:
         self.keep()
 
     @property
-    def length(self) -> int:
-        """The most positions that a row may come to take."""
-        return self.rows.length + max(part.left for part in self.parts)
+    def longest_text(self) -> int:
+        """Positions that prompt and answer may come to take, padding included."""
+        return self.rows.length - self.rows.prefix_length + max(part.left for part in self.parts)
 
     def going(self) -> Tensor:
         """Indices of the rows whose answers have not ended."""
@@ -260,7 +265,7 @@ class _Running:
             part.keep(part.going)
         self.parts = [part for part in self.parts if len(part)]
 
-    def join(self, new: _Running) -> bool:
+    def join(self, new: _Stack) -> bool:
         """Takes the rows of another one in, if they can share passes of the LM; else nothing changes."""
         own, others = self.going(), new.going()
         rows = self.rows.followed_by(own, new.rows, others)
@@ -275,11 +280,12 @@ class _Running:
 
 @dataclass(eq=False)
 class _Waiting:
-    """Prompts that are to be read: `read` gives their rows, and the logits of the first tokens."""
+    """Prompts that are to be read; see `ContinuousBatch.add`."""
 
     answers: Answers
     read: Callable[[], tuple[CachedRows, Tensor]]
-    length: int
+    prefix: int
+    text: int
 
 
 class ContinuousBatch:
@@ -306,22 +312,23 @@ class ContinuousBatch:
     def __init__(self, most: int = _MOST_POSITIONS) -> None:
         self._most = most
         self._waiting: deque[_Waiting] = deque()
-        self._running: deque[_Running] = deque()
+        self._stacks: deque[_Stack] = deque()
         self._writes = False  # True if it is the turn of those that are being written
 
     def __bool__(self) -> bool:
         """True as long as there is something to do."""
-        return bool(self._waiting or self._running)
+        return bool(self._waiting or self._stacks)
 
-    def add(self, answers: Answers, read: Callable[[], tuple[CachedRows, Tensor]], length: int) -> None:
+    def add(self, answers: Answers, read: Callable[[], tuple[CachedRows, Tensor]], *, prefix: int, text: int) -> None:
         """Adds answers to prompts that a later `step` reads.
 
         Args:
             answers: the answers.
-            read: reads the prompts.
-            length: positions that a row takes, prefix, prompt and answer together.
+            read: reads the prompts; returns their rows, and the logits of the first tokens, `[B, vocabulary]`.
+            prefix: positions of a row's prefix.
+            text: positions of prompt and answer, at most.
         """
-        self._waiting.append(_Waiting(answers, read, length))
+        self._waiting.append(_Waiting(answers, read, prefix, text))
 
     @torch.no_grad()
     def step(self) -> None:
@@ -331,35 +338,37 @@ class ContinuousBatch:
             Exception: what went wrong while answers went on; it is over with all of them. What goes wrong while prompts
                 are read is an error of these alone (`Answers.error`).
         """
-        if self._waiting and self._has_room and not (self._writes and self._running):
+        if self._waiting and self._has_room and not (self._writes and self._stacks):
             self._begin(self._waiting.popleft())
             self._writes = True
-        elif self._running:
+        elif self._stacks:
             self._writes = False
-            running = self._running.popleft()
-            running.step()
-            if running.parts:
-                self._running.append(running)
+            stack = self._stacks.popleft()
+            stack.step()
+            if stack.parts:
+                self._stacks.append(stack)
 
     def drop(self, answers: Answers) -> None:
         """Takes answers away that nobody waits for any more."""
         answers.drop()
         self._waiting = deque(one for one in self._waiting if one.answers is not answers)
-        self._running = deque(one for one in self._running if len(one.going()))
+        self._stacks = deque(one for one in self._stacks if len(one.going()))
 
     @property
     def _has_room(self) -> bool:
-        new, rows = self._waiting[0], sum(len(running.rows) for running in self._running)
-        longest = max([new.length, *(running.length for running in self._running)])
-        return not rows or (len(new.answers) + rows) * longest <= self._most
+        new, stacks = self._waiting[0], self._stacks
+        rows = len(new.answers) + sum(len(stack.rows) for stack in stacks)
+        prefix = max([new.prefix, *(stack.rows.prefix_length for stack in stacks)])
+        text = max([new.text, *(stack.longest_text for stack in stacks)])
+        return not stacks or rows * (prefix + text) <= self._most
 
     def _begin(self, new: _Waiting) -> None:
         try:
             rows, logits = new.read()
-            running = _Running(rows, new.answers.take(logits), [new.answers])
-            if new.answers.over or any(other.join(running) for other in self._running):
+            stack = _Stack(rows, new.answers.take(logits), [new.answers])
+            if new.answers.over or any(other.join(stack) for other in self._stacks):
                 return
         except Exception as error:
             new.answers.error = error
             return
-        self._running.append(running)
+        self._stacks.append(stack)

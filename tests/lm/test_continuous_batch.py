@@ -133,7 +133,7 @@ def test_each_question_sees_its_own_documents(
         prompt, memory = asked(model, rows, *documents)
         begun.append(lm.begin(batch, [prompt], memory, max_new_tokens=most, sampling=sampling))
         go_on(batch, passes)
-        assert len(batch._running) <= 1
+        assert len(batch._stacks) <= 1
     go_on(batch)
     for answers, (documents, most, _) in zip(begun, plan, strict=True):
         prompt, memory = asked(model, rows, *documents)
@@ -226,6 +226,6 @@ def test_answers_that_nobody_waits_for_leave(model: OwnKVModel, rows: list[torch
         batch.drop(gone)
         assert gone.over
     batch.step()
-    assert [len(one.rows) for one in batch._running] == [1]
+    assert [len(one.rows) for one in batch._stacks] == [1]
     go_on(batch)
     assert written(kept) == lm.generate([prompt], asked(model, rows, 0)[1], max_new_tokens=10)
