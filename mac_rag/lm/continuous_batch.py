@@ -29,7 +29,7 @@ class CachedRows:
     """B rows that an LM has read into a cache, and what it needs to read one more token of each.
 
     Args:
-        read: one pass of the LM, as `BaseLM.read`.
+        read: one pass of the LM, from ids, mask, positions, cache, modulation and segments to its output.
         cache: their keys and values.
         mask: `[B, T]`, 0 for positions of the cache that a row does not see.
         positions: `[B]`, position of each row's last token.
