@@ -400,7 +400,8 @@ class BatchingQueue:
             # Whoever would come next and cannot join must not wait for one after another who can. Short turns do not
             # wait for the end.
             asking = [entry for entry in self._waiting if not entry.is_cancelled and not entry.soon]
-            waiting = sorted(asking, key=self._used_by)
+            share = (time.monotonic() - self._began) / len(self._paying)
+            waiting = sorted(asking, key=lambda one: self._used_by(one) + share * self._paying.count(one.owner))
             joined = self._admitted(running, list(takewhile(lambda one: one.joins == running.joins, waiting)))
             if joined:
                 self._charge()

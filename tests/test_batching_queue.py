@@ -619,6 +619,15 @@ class TestJoining:
         assert after.result(20) == "done after"
         assert taken == ["['long']", "['joins']"]
 
+    def test_of_those_who_join_the_owner_that_has_used_less_comes_first(self, stepper: Stepper) -> None:
+        stepper.start("greedy", 3, owner="greedy")
+        for number in range(2):
+            stepper.start(f"greedy {number}", 1, owner="greedy", group=str(number))
+        modest = stepper.start("modest", 1, owner="modest")
+        stepper.go_on(2)
+        assert modest.result(20) == "done modest"
+        assert stepper.steps[1] == ["greedy", "modest", "greedy 0", "greedy 1"]
+
     def test_short_turns_that_wait_keep_nobody_from_joining(self, stepper: Stepper) -> None:
         def turn() -> list[list[str]]:
             with stepper.queue.turn(soon=True):
