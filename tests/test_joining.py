@@ -69,13 +69,14 @@ class Paced:
 
         def paced(ids: Any, *rest: Any) -> Any:
             assert self._go.acquire(timeout=60)
+            output = read(ids, *rest)
             self.rows.append(len(ids))
-            return read(ids, *rest)
+            return output
 
         monkeypatch.setattr(engine.model.base_lm, "_read", paced)
 
     def go_on(self, passes: int) -> None:
-        """Lets some passes happen, and waits until the last of them has begun."""
+        """Lets some passes happen, and waits until the last of them has ended."""
         count = len(self.rows) + passes
         self._go.release(passes)
         wait_until(lambda: len(self.rows) >= count)
