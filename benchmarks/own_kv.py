@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from mac_rag.data.types import Document, Question
+    from mac_rag.lm.decoding import Sampling
     from mac_rag.model import OwnKVModel
 
 app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False)
@@ -192,6 +193,13 @@ def _plain(model: OwnKVModel) -> Any:
     return AutoModelForCausalLM.from_pretrained(name, dtype=torch.bfloat16, trust_remote_code=False).eval()
 
 
+def _endless(model: OwnKVModel) -> Sampling:
+    """Greedy, but no answer ends before it has all its tokens."""
+    from mac_rag.lm.decoding import Sampling
+
+    return Sampling(bias=tuple((token, -1e9) for token in model.base_lm.end_tokens))
+
+
 def _paragraphs(data: str, count: int) -> tuple[Sequence[Document], Sequence[Question]]:
     """Paragraphs from all over the validation split, and the questions about them."""
     from mac_rag.data.squad import read_squad
@@ -216,7 +224,6 @@ def limits(
     reading and adapting are their products at the rate of a large product of the LM's shape.
     """
     from functools import partial
-    from itertools import islice
 
     import torch
     from rich.console import Console
@@ -228,6 +235,7 @@ def limits(
     from mac_rag.adapting import halves
     from mac_rag.engine import MACEngine
     from mac_rag.lm.batching import length_buckets, pad_rows
+    from mac_rag.lm.continuous_batch import ContinuousBatch
     from mac_rag.model import ReadRow, ReadRows
     from mac_rag.retrieval.registry import make_encoder
 
@@ -270,11 +278,13 @@ def limits(
 
     def ours_after(prompt: Sequence[int], rows: Sequence[torch.Tensor]) -> Callable[[], object]:
         phi = ReadRows([[ReadRow(one, 0.0) for one in rows]])
-        steps = model.base_lm._decode([prompt], model._modulation(phi) if rows else None, None)
-        next(steps)  # reads the prompt
-        return lambda: next(steps)
+        batch = ContinuousBatch()
+        memory = model._modulation(phi) if rows else None
+        model.base_lm.begin(batch, [prompt], memory, max_new_tokens=1000, sampling=endless)
+        batch.step()  # reads the prompt
+        return batch.step
 
-    ours = model.base_lm.model
+    ours, endless = model.base_lm.model, _endless(model)
     ids = [token for text in texts for token in model.plan(text)[0]]
     rows = [ids[128 * place : 128 * (place + 1)] for place in range(16)]
     codes, asked = model.amortize_rows(rows), model.fit_to_window("Who is named first in the context?").after_memory
@@ -293,8 +303,7 @@ def limits(
     def answers(count: int, decoded: Sequence[torch.Tensor] | None) -> None:
         some = [model.decode(one) for one in codes[:count]] if decoded is None else decoded[:count]
         phi = ReadRows([[ReadRow(one, 0.0) for one in some]])
-        for _ in islice(model.base_lm._decode([asked], model._modulation(phi), None), 8):
-            pass
+        model.base_lm.generate([asked], model._modulation(phi), max_new_tokens=8, sampling=endless)
 
     def decodes(count: int) -> None:
         for one in codes[:count]:
@@ -377,10 +386,13 @@ def crowd(
 ) -> None:
     """Questions with different rows at a time against one after another, with rows that are kept decoded.
 
-    A stream of 64 tokens is timed alone and beside batches of such questions: the time between two of its tokens.
+    A stream of 64 tokens is timed alone and beside batches of such questions: the time between two of its tokens. A
+    question is timed until its first token, alone and while 8 long answers are being written: as it joins them, and as
+    it would wait for their end.
     """
     import threading
     import time
+    from concurrent.futures import ThreadPoolExecutor
     from itertools import pairwise
     from statistics import median
 
@@ -390,14 +402,13 @@ def crowd(
 
     from benchmarks.measure import least
     from mac_rag.engine import MACEngine
-    from mac_rag.lm.decoding import Sampling
 
     raw, texts = _around(lm, data, adapter, "minilm")
     model = raw.compressed(texts, compression)
     chosen, about = _paragraphs(data, documents)
     engine = MACEngine(model)
     engine.adapt(chosen)
-    endless = Sampling(bias=tuple((token, -1e9) for token in model.base_lm.end_tokens))
+    endless = _endless(model)
 
     def gaps(question: str) -> list[float]:
         pieces = engine.stream(question, max_new_tokens=64, sampling=endless)
@@ -418,6 +429,29 @@ def crowd(
         finally:
             ended.set()
             beside.join()
+
+    def first_token(question: str) -> float:
+        begun = time.perf_counter()
+        engine.answer([question], max_new_tokens=1)
+        return time.perf_counter() - begun
+
+    def in_a_turn(question: str) -> float:
+        begun = time.perf_counter()
+        with engine.turn():  # nobody joins others from a turn of its own
+            engine.answer([question], max_new_tokens=1)
+        return time.perf_counter() - begun
+
+    def answers_long(asked: Sequence[str]) -> float:
+        begun = time.perf_counter()
+        engine.answer(asked, max_new_tokens=64, sampling=endless)
+        return time.perf_counter() - begun
+
+    def amid(asked: Sequence[str], way: Callable[[str], float], question: str) -> tuple[float, float]:
+        """Seconds of a question that comes amid long answers, and of these."""
+        with ThreadPoolExecutor(1) as pool:
+            others = pool.submit(answers_long, asked)
+            time.sleep(long / 2)
+            return way(question), others.result()
 
     questions = list({question.gold: question.question for question in about}.values())
     smooth = median(gaps(questions[0]))
@@ -444,6 +478,19 @@ def crowd(
     say(f"{lm}, {torch.get_num_threads()} threads, {len(chosen)} paragraphs")
     Console().print(table)
 
+    *others, asked_late = questions[:: len(questions) // 9][:9]
+    for question in (*others, asked_late):  # all rows are kept decoded from here on
+        first_token(question)
+    long = median(answers_long(others) for _ in range(rounds))
+    by_itself = median(first_token(asked_late) for _ in range(rounds))
+    joining, waiting = ([amid(others, way, asked_late) for _ in range(rounds)] for way in (first_token, in_a_turn))
+    table = Table("first token of a question", "s", "of alone", "8 long answers, s")
+    table.add_row("alone", f"{by_itself:.2f}", "1.0", f"{long:.2f}")
+    for name, found in (("joins 8 long answers", joining), ("waits for their end", waiting)):
+        own, theirs = (median(column) for column in zip(*found, strict=True))
+        table.add_row(name, f"{own:.2f}", f"{own / by_itself:.1f}", f"{theirs:.2f}")
+    Console().print(table)
+
 
 @app.command()
 def peers(
@@ -462,7 +509,6 @@ def peers(
     LlamaIndex's LLM needs the package llama-index-llms-huggingface; its tokens come in whole words.
     """
     import time
-    from itertools import islice
     from statistics import mean, median
     from tempfile import TemporaryDirectory
 
@@ -476,6 +522,7 @@ def peers(
     from mac_rag.data.metrics import best_over, f1
     from mac_rag.engine import MACEngine
     from mac_rag.lm.adapter import Adapter
+    from mac_rag.lm.continuous_batch import ContinuousBatch
     from mac_rag.model import ReadRow, ReadRows
     from mac_rag.retrieval.base import Hit
     from mac_rag.retrieval.bm25 import BM25Retriever
@@ -523,14 +570,12 @@ def peers(
         phi = ReadRows([[ReadRow(row, added) for row, added in zip(rows, bias, strict=True)]])
         ids = model.fit_to_window(question).after_memory
         clock.put(None)
-        said: list[int] = []
-        with torch.no_grad():
-            for tokens, _ in islice(model.base_lm._decode([ids], model._modulation(phi), None), _LONGEST):
-                clock.put(None)
-                said.append(int(tokens[0]))
-                if said[-1] in model.base_lm.end_tokens:
-                    break
-        return model.base_lm._decoded(torch.tensor([said]))[0].strip()
+        batch = ContinuousBatch()
+        answers = model.base_lm.begin(batch, [ids], model._modulation(phi), max_new_tokens=_LONGEST)
+        while batch:
+            batch.step()
+            clock.put(None)
+        return str(answers.ended[0])
 
     peer = HuggingFaceLLM(
         context_window=model.context_window, max_new_tokens=_LONGEST, tokenizer=model.base_lm.tokenizer, model=plain,

@@ -5,7 +5,7 @@ Several calls of `MACEngine.answer` may share a batch. Bad input in one call is 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Hashable, Sequence
+from collections.abc import Callable, Container, Generator, Hashable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Literal, TypeAlias
@@ -22,6 +22,7 @@ from mac_rag.data.provenance import content_hash
 from mac_rag.data.types import Answer, Decoded, Document, Source
 from mac_rag.errors import ConfigError
 from mac_rag.lm.chat import Message
+from mac_rag.lm.continuous_batch import ContinuousBatch
 from mac_rag.lm.decoding import Sampling
 from mac_rag.lm.prompt import FittedPrompt
 from mac_rag.model import MACModel, Phi
@@ -36,6 +37,11 @@ from mac_rag.sync import is_held
 Contexts: TypeAlias = tuple[Hit, ...]
 
 
+# Answers calls, and finishes each of them. Yields what tells whether it has something to do again; until then, the LM
+# goes on with its batch.
+Steps: TypeAlias = Generator[Callable[[], bool], None, None]
+
+
 @dataclass(frozen=True)
 class Call:
     """Questions of one call of `MACEngine.answer`.
@@ -43,10 +49,12 @@ class Call:
     Attributes:
         questions: texts or fitted prompts.
         contexts: documents for each question; None to retrieve them.
+        begin: answers calls that may share a batch, by steps of the LM's batch.
     """
 
     questions: Sequence[str | FittedPrompt]
     contexts: Sequence[Sequence[str]] | None
+    begin: Callable[[Batch[Call], ContinuousBatch], Steps]
 
 
 @dataclass(frozen=True)
@@ -117,29 +125,73 @@ class _Prepared:
     hits: Contexts
 
 
+def answer_together(calls: Batch[Call]) -> Generator[None, None, None]:
+    """Answers calls, together with others that come while the LM writes; each step is one pass of the LM.
+
+    Raises:
+        Exception: what goes wrong in a pass that all calls share. What goes wrong with some of them only is an error of
+            these.
+    """
+    batch = ContinuousBatch()
+    works = [_Work(calls, batch)]
+    try:
+        while works:
+            batch.step()
+            works = [work for work in works if work.go_on()]
+            works += [_Work(joined, batch) for joined in calls.joining()]
+            works = [work for work in works if work.go_on()]
+            yield
+    finally:
+        for work in works:
+            work.close()
+
+
+class _Work:
+    """Calls that began together, and how far they are."""
+
+    def __init__(self, calls: Batch[Call], batch: ContinuousBatch) -> None:
+        self._calls = calls
+        self._steps = calls[0].begin(calls, batch)
+        self._is_due: Callable[[], bool] = lambda: True
+
+    def go_on(self) -> bool:
+        """Does what there is to do; False once all calls are finished."""
+        while self._is_due():
+            try:
+                self._is_due = next(self._steps)
+            except StopIteration:
+                return False
+            except Exception as error:
+                for place in range(len(self._calls)):
+                    self._calls.finish(place, error)
+                return False
+        return True
+
+    def close(self) -> None:
+        self._steps.close()
+
+
 def answer_calls(
     calls: Batch[Call],
     settings: Settings,
     reader: Reader,
     retriever: ConsistentRetrieval | None,
-    between: Callable[[], object],
-) -> list[list[Answer] | Exception]:
+    batch: ContinuousBatch,
+) -> Steps:
     """Answers the questions of all calls. Each call is finished once its own questions are answered.
+
+    What its own questions or its retrieval raise is an error of that call.
 
     Args:
         calls: the calls.
         settings: their common settings.
         reader: reads the bank with the model that answers.
         retriever: retrieves documents for questions without contexts; None for none.
-        between: as `MACModel.generate` takes it.
-
-    Returns:
-        For each call its answers, or the exception that its questions or its retrieval raised.
+        batch: the answers that the LM writes together.
 
     Raises:
-        Exception: any error in the passes that all calls share.
+        Exception: any error in what all calls share.
     """
-    results: list[list[Answer] | Exception] = [[] for _ in calls]
     ready: list[_Prepared] = []
     asked = retriever if settings.use_retriever else None
     retrieved = isolating_errors(lambda some: _contexts_of_calls(some, settings, asked), calls)
@@ -148,8 +200,9 @@ def answer_calls(
             scored = call.contexts is None and asked is not None and asked.scored
             ready += _prepared(number, call, contexts, settings, reader, scored)
         except Exception as error:
-            results[number] = error
             calls.finish(number, error)
+        if not call.questions:
+            calls.finish(number, [])
     ready.sort(key=lambda one: len(one.prompt.question) + sum(map(len, one.prompt.contexts)))
     answers: dict[int, dict[int, Answer]] = {}  # by call and place
     with progress_bar("answer", len(ready), disable=not settings.progress) as bar:
@@ -158,13 +211,11 @@ def answer_calls(
             own = answers.setdefault(one.call, {})
             own[one.place] = answer
             if len(own) == len(calls[one.call].questions):
-                done = results[one.call] = [own[place] for place in sorted(own)]
-                calls.finish(one.call, done)
+                calls.finish(one.call, [own[place] for place in sorted(own)])
             bar.advance()
 
         for first in range(0, len(ready), settings.batch_size):
-            _answer(ready[first : first + settings.batch_size], settings, reader, between, take)
-    return results
+            yield from _answer(ready[first : first + settings.batch_size], settings, reader, batch, take)
 
 
 def contexts_of(
@@ -256,14 +307,14 @@ def written(
 
 
 def _answer(
-    batch: Sequence[_Prepared],
+    asked_together: Sequence[_Prepared],
     settings: Settings,
     reader: Reader,
-    between: Callable[[], object],
+    batch: ContinuousBatch,
     take: Callable[[_Prepared, Answer], object],
-) -> None:
-    """Answers one batch of questions, and hands each over when it has ended."""
-    prompts = [one.prompt for one in batch]
+) -> Steps:
+    """Answers questions in one batch, and hands each over when it has ended."""
+    prompts = [one.prompt for one in asked_together]
     aggregated = None
     if settings.use_memory:
         aggregated = aggregate_prompts(reader, prompts, settings.allowed, mass=settings.sources > 0)
@@ -271,7 +322,7 @@ def _answer(
     masses = None if mass is None else reader.by_document(mass, settings.allowed)
 
     def told(rows: Sequence[int], texts: Sequence[Decoded]) -> list[Answer]:
-        some, asked = [batch[row] for row in rows], [prompts[row] for row in rows]
+        some, asked = [asked_together[row] for row in rows], [prompts[row] for row in rows]
         sources: list[tuple[Source, ...]] = [()] * len(rows)
         if settings.sources:
             own = None if masses is None else (masses[0], masses[1][list(rows)])
@@ -297,27 +348,35 @@ def _answer(
         evidence = evidence_from(reader, asked, texts, phi, settings.allowed)
         return doubted(reader.model, asked, answers, evidence, settings.min_confidence)
 
-    left = set(range(len(batch)))
-
-    def hand_over(rows: Sequence[int], texts: Sequence[Decoded]) -> None:
-        left.difference_update(rows)
-        for row, answer in zip(rows, told(rows, texts), strict=True):
-            take(batch[row], answer)
-
     # What needs further passes of the LM or of the memory is done for all questions at once.
     waits = settings.min_confidence is not None or not reader.model.base_lm.keeps_letters
-    texts = reader.model.generate(
+    left, ended = len(prompts), dict[int, Decoded]()
+    parts = reader.model.begin(
+        batch,
         prompts,
+        ended.__setitem__,
         modulation=None if aggregated is None else aggregated.phi,
         max_new_tokens=settings.max_new_tokens,
         memory_weight=settings.memory_weight,
         sampling=settings.sampling,
-        between=between,
-        ended=None if waits else lambda row, text: hand_over([row], [text]),
     )
-    if left:
-        rest = sorted(left)
-        hand_over(rest, [texts[row] for row in rest])
+
+    def is_due() -> bool:
+        return len(ended) == left if waits else bool(ended)
+
+    try:
+        while left:
+            yield lambda: is_due() or any(part.error for part in parts)
+            for part in parts:
+                part.check()
+            rows = sorted(ended)
+            texts = [ended.pop(row) for row in rows]
+            for row, answer in zip(rows, told(rows, texts), strict=True):
+                take(asked_together[row], answer)
+            left -= len(rows)
+    finally:
+        for part in parts:
+            batch.drop(part)
 
 
 def in_their_letters(

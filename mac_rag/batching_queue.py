@@ -6,10 +6,11 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Generator, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from itertools import takewhile
 from typing import Any, TypeVar
 
 from mac_rag.errors import CancelledError
@@ -30,23 +31,29 @@ _IDLE_YIELDS = 2
 # How often a batch waits for `patience` at most, however many requests come meanwhile.
 _PATIENT_ROUNDS = 5
 
+# What runs a batch: all at once, or in steps.
+Run = Callable[["Batch[Any]"], Sequence[Any] | Generator[None, None, None]]
+
 
 @dataclass(eq=False)
 class _Entry:
     """A thread's place in the queue: for a turn of its own, or for a request.
 
     Attributes:
-        request, group, size: of `BatchingQueue.submit`; a turn of its own has the group None.
+        request, run, group, size, joins: of `BatchingQueue.submit`; a turn of its own has the group None.
         outcome: what the request gave: a result or an exception.
         done: True once there is an outcome.
         abandoned: True once its thread has stopped waiting.
         cancelled: True once nobody waits for the outcome any more; None if somebody always does.
         soon: True for one of many short turns, such as each token of a stream.
         owner: `OWNER` of the thread.
+        inherited: the batch with which its thread is to go on, because another one has left it.
     """
 
     request: Any = None
+    run: Run | None = None
     group: Hashable = None
+    joins: Hashable = None
     size: int = 1
     outcome: Any = None
     done: bool = False
@@ -55,10 +62,33 @@ class _Entry:
     soon: bool = False
     thread: int = field(default_factory=threading.get_ident)
     owner: str = field(default_factory=OWNER.get)
+    inherited: _Running | None = None
+
+    @property
+    def waits(self) -> bool:
+        """True as long as its thread waits for an outcome that there is not yet."""
+        return not self.done and not self.abandoned
 
     @property
     def is_cancelled(self) -> bool:
         return self.cancelled is not None and self.cancelled()
+
+
+@dataclass(eq=False)
+class _Running:
+    """A batch that runs.
+
+    Attributes:
+        entries: its requests, and all that have joined them.
+        limit: as `BatchingQueue.submit` takes it.
+        joins: what may join it; None if nothing may.
+        steps: runs it.
+    """
+
+    entries: list[_Entry]
+    limit: int
+    joins: Hashable = None
+    steps: Generator[None, None, None] = field(init=False)
 
 
 class Batch(Sequence[_Request]):
@@ -67,9 +97,15 @@ class Batch(Sequence[_Request]):
     `finish` gives one its outcome while the others still run.
     """
 
-    def __init__(self, entries: list[_Entry], finish: Callable[[_Entry, Any], None]) -> None:
+    def __init__(
+        self,
+        entries: list[_Entry],
+        finish: Callable[[_Entry, Any], None],
+        joining: Callable[[], list[Batch[Any]]] = list,
+    ) -> None:
         self._entries = entries
         self._finish = finish
+        self._joining = joining
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -81,6 +117,10 @@ class Batch(Sequence[_Request]):
         """Gives the request at this place its result, or its exception; its thread need not wait for the batch."""
         self._finish(self._entries[place], outcome)
 
+    def joining(self) -> list[Batch[Any]]:
+        """Takes requests in that wait and may join, in a batch for each group; they count as this one's from now on."""
+        return self._joining()
+
 
 class BatchingQueue:
     """Gives one thread at a time its turn, the one that has waited longest. Requests that wait together share a turn.
@@ -91,8 +131,11 @@ class BatchingQueue:
     same group. While it does, requests arrive, and they become the next batches. So a request that comes alone runs at
     once, and the more threads there are, the larger the batches.
 
-    A thread that has its turn may ask for another one, and gets it at once. One whose turn is long calls `give_way`
-    between its steps, so that no owner waits for all of another's work.
+    A batch may run in steps. Between two of them, an owner that has used less time has its turn, so that nobody waits
+    for all of another's work, and requests that have come meanwhile may join. A thread whose own request is done leaves
+    the rest to another one that still waits.
+
+    A thread that has its turn may ask for another one, and gets it at once.
 
     Attributes:
         patience: seconds without a new request after which a batch begins, if the batch before it had several. For
@@ -137,23 +180,27 @@ class BatchingQueue:
 
     def submit(
         self,
-        run: Callable[[Batch[_Request]], Sequence[_Result | Exception]],
+        run: Callable[[Batch[_Request]], Sequence[_Result | Exception] | Generator[None, None, None]],
         request: _Request,
         *,
         group: Hashable,
         size: int,
         limit: int,
+        joins: Hashable = None,
         cancelled: Callable[[], bool] | None = None,
     ) -> _Result:
         """Runs a request, in one batch with those of other threads that wait, and returns its result.
 
         Args:
             run: from a batch of requests to their results, in the same order. A request that fails alone gives an
-                exception instead of its result. One that is finished before (`Batch.finish`) keeps that outcome.
+                exception instead of its result. One that is finished before (`Batch.finish`) keeps that outcome. Or a
+                generator that runs the batch in steps, whichever thread goes on with it, and finishes all requests.
             request: the request.
             group: requests of equal groups may share a batch; the `run` of any of them runs it. Not None.
             size: size of the request.
             limit: largest size of a batch, unless a single request is larger.
+            joins: requests of whatever group may join a batch that runs in steps (`Batch.joining`) if this is equal for
+                both; None for a request that joins none.
             cancelled: True once nobody waits for the result any more. A request that still waits then is not run. It
                 must be quick, and is asked whenever the queue moves.
 
@@ -162,15 +209,15 @@ class BatchingQueue:
             Exception: the one that `run` gave for this request, or raised for its batch. What ends a single thread, as
                 `KeyboardInterrupt`, is no such exception: another thread runs the rest of the batch again.
         """
-        entry = _Entry(request, group, size, cancelled=cancelled)
+        entry = _Entry(request, run, group, joins, size, cancelled=cancelled)
         if self.is_mine:
-            [outcome] = run(Batch([entry], self._finish))
-            self._finish(entry, outcome)
-            nested: _Result = _result(entry.outcome)
-            return nested
+            for _ in self._steps(nested := _Running([entry], limit), run):
+                pass
+            own: _Result = _result(nested.entries[0].outcome)
+            return own
         try:
             if self._wait(entry):
-                self._run_batch(entry, run, limit)
+                self._go_on(entry, entry.inherited or self._begin(entry, run, limit))
         finally:
             self._leave(entry)
         result: _Result = _result(entry.outcome)
@@ -235,6 +282,8 @@ class BatchingQueue:
 
     def _wait_for_turn(self, entry: _Entry) -> bool:
         while not entry.done:
+            if entry.inherited is not None:
+                return True
             if entry.is_cancelled and entry in self._waiting:
                 raise CancelledError("nobody waits for this request any more, so it was not run")
             if self._holder is None and min(self._waiting, key=self._used_by) is entry:  # the first one of equals
@@ -252,11 +301,19 @@ class BatchingQueue:
         """Ends the entry's turn, or its wait if an exception has interrupted it."""
         with self._changed:
             entry.abandoned = True
-            if self._holder is entry:
+            orphan = entry.inherited if self._holder is entry else None
+            if orphan is not None and self._pass_on(orphan):
+                return
+            if self._holder is entry and orphan is None:
                 self._end_turn()
             elif entry in self._waiting:
                 self._waiting.remove(entry)
             self._changed.notify_all()
+        if orphan is not None:  # nobody goes on with it
+            orphan.steps.close()
+            with self._changed:
+                self._end_turn()
+                self._changed.notify_all()
 
     def _end_turn(self) -> None:
         self._charge()
@@ -281,28 +338,79 @@ class BatchingQueue:
                 self._paying.remove(entry.owner)
             self._changed.notify_all()
 
-    def _run_batch(
-        self, first: _Entry, run: Callable[[Batch[_Request]], Sequence[_Result | Exception]], limit: int
-    ) -> None:
-        batch: list[_Entry] = []
+    def _begin(self, first: _Entry, run: Run, limit: int) -> _Running:
+        """The batch of the request whose turn it is, and of those that wait with the same group."""
+        self._let_arrive(first, limit - first.size)
+        running = _Running([first], limit, first.joins)
+        running.steps = self._steps(running, run)
+        with self._changed:
+            own = [entry for entry in self._waiting if entry.group == first.group and not entry.is_cancelled]
+            running.entries += self._admitted(running, own)
+            self._paying = [entry.owner for entry in running.entries]
+            self._last_batch = len(running.entries)
+        return running
+
+    def _steps(self, running: _Running, run: Run) -> Generator[None, None, None]:
+        """Runs a batch, and gives each of its requests an outcome."""
+        first = list(running.entries)
         try:
-            self._let_arrive(first, limit - first.size)
+            outcomes = run(Batch(first, self._finish, lambda: self._joining(running)))
+            if isinstance(outcomes, Generator):
+                yield from outcomes
+            else:
+                for entry, outcome in zip(first, outcomes, strict=True):
+                    self._finish(entry, outcome)
+        except Exception as error:
+            for entry in running.entries:
+                self._finish(entry, error)
+
+    def _go_on(self, leader: _Entry, running: _Running) -> None:
+        """Goes on with a batch until it is over, or until another thread does because the leader's request is done."""
+        leader.inherited = None
+        try:
+            for _ in running.steps:
+                if leader.done:
+                    with self._changed:
+                        passed_on = self._pass_on(running)
+                    if not passed_on:
+                        running.steps.close()  # nobody waits for the rest
+                    return
+                self.give_way()
+        except BaseException:  # this thread alone is to end
+            running.steps.close()
             with self._changed:
-                batch.append(first)
-                self._move_equal(batch, limit)
-                self._paying = [entry.owner for entry in batch]
-                self._last_batch = len(batch)
-            outcomes: Sequence[_Result | Exception]
-            try:
-                outcomes = run(Batch(batch, self._finish))
-            except Exception as error:
-                outcomes = [error] * len(batch)
-            for entry, outcome in zip(batch, outcomes, strict=True):
-                self._finish(entry, outcome)
-        finally:
-            with self._changed:  # without effect, unless this thread alone is to end
-                rest = [entry for entry in batch[1:] if not entry.done and not entry.abandoned]
+                rest = [entry for entry in running.entries if entry is not leader and entry.waits]
                 self._waiting.extendleft(reversed(rest))
+            raise
+
+    def _pass_on(self, running: _Running) -> bool:
+        """Leaves a batch, and the turn, to a thread that waits for one of its requests; False if none does."""
+        heir = next((entry for entry in running.entries if entry.waits), None)
+        if heir is None:
+            return False
+        self._holder, heir.inherited = heir, running
+        self._changed.notify_all()
+        return True
+
+    def _joining(self, running: _Running) -> list[Batch[Any]]:
+        """Moves requests that may join from the queue to a batch that runs; returns them by groups."""
+        if running.joins is None or not self._waiting:
+            return []
+        with self._changed:
+            # Whoever would come next and cannot join must not wait for one after another who can. Short turns do not
+            # wait for the end.
+            asking = [entry for entry in self._waiting if not entry.is_cancelled and not entry.soon]
+            share = (time.monotonic() - self._began) / len(self._paying)
+            waiting = sorted(asking, key=lambda one: self._used_by(one) + share * self._paying.count(one.owner))
+            joined = self._admitted(running, list(takewhile(lambda one: one.joins == running.joins, waiting)))
+            if joined:
+                self._charge()
+                # Who comes later has saved nothing up while this turn went on.
+                self._level = max(self._level, min(self._used[owner] for owner in self._paying))
+                running.entries += joined
+                self._paying = [entry.owner for entry in running.entries if entry.waits]
+        groups = list(dict.fromkeys(entry.group for entry in joined))
+        return [Batch([one for one in joined if one.group == group], self._finish) for group in groups]
 
     def _let_arrive(self, first: _Entry, room: int) -> None:
         """Lets other threads run as long as they bring requests that fit in one batch with the first."""
@@ -318,22 +426,25 @@ class BatchingQueue:
             seen, rounds = len(self._waiting), rounds - 1
             time.sleep(self.patience)
 
-    def _move_equal(self, batch: list[_Entry], limit: int) -> None:
-        """Moves the oldest entries of the batch's group from the queue to the batch, up to the limit."""
-        size = batch[0].size
-        parts = {batch[0].owner: size}
+    def _admitted(self, running: _Running, waiting: Sequence[_Entry]) -> list[_Entry]:
+        """Takes requests from the queue that have room in a batch, the first ones first."""
+        size, parts = 0, dict[str, int]()
+        for entry in running.entries:
+            if entry.waits:
+                size, parts[entry.owner] = size + entry.size, parts.get(entry.owner, 0) + entry.size
         most = _LARGEST_PART if self.is_shared else math.inf
-        waiting = [entry for entry in self._waiting if entry.group == batch[0].group and not entry.is_cancelled]
+        admitted: list[_Entry] = []
         for entry in waiting:
             part = parts.get(entry.owner, 0) + entry.size
             if part > most and entry.owner in parts:
                 continue
             size += entry.size
-            if size > limit:
-                return
+            if size > running.limit:
+                break
             parts[entry.owner] = part
             self._waiting.remove(entry)
-            batch.append(entry)
+            admitted.append(entry)
+        return admitted
 
 
 def isolating_errors(

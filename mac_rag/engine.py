@@ -12,6 +12,7 @@ import threading
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Literal
 from weakref import WeakKeyDictionary
 
@@ -22,8 +23,10 @@ from mac_rag.asking import (
     Call,
     ConsistentRetrieval,
     Settings,
+    Steps,
     aggregate_prompts,
     answer_calls,
+    answer_together,
     contexts_of,
     evidence_from,
     fitted,
@@ -42,6 +45,7 @@ from mac_rag.data.characters import check_text
 from mac_rag.data.dates import AsOf, moment_of_question
 from mac_rag.data.types import AdaptReport, Answer, Decoded, Document, Source
 from mac_rag.errors import ConfigError, MACError
+from mac_rag.lm.continuous_batch import ContinuousBatch
 from mac_rag.lm.decoding import GREEDY, Sampling
 from mac_rag.lm.prompt import FittedPrompt
 from mac_rag.model import MACModel, OwnKVModel, Phi
@@ -324,7 +328,8 @@ class MACEngine:
     ) -> list[Answer]:
         """Answers questions: `LM(d + x; phi*)`, phi* from the bank and d from the retriever.
 
-        Calls of several threads that wait at the same time share batches if all their other arguments are equal.
+        Calls of several threads that wait at the same time share batches if all their other arguments are equal. Calls
+        that come while the LM writes answers join them, whatever their arguments.
 
         Args:
             questions: texts, or prompts made by `MACModel.fit_to_window`. Nothing is retrieved for a prompt.
@@ -376,27 +381,26 @@ class MACEngine:
             progress=progress,
         )
         return self._queue.submit(
-            lambda calls: self._answer(calls, settings),
-            Call(questions, contexts),
+            answer_together,
+            Call(questions, contexts, partial(self._answer, settings)),
             group=(id(self), settings.group),
             size=len(questions),
             limit=batch_size,
+            joins=answer_together,
             cancelled=cancelled,
         )
 
-    def _answer(self, calls: Batch[Call], settings: Settings) -> list[list[Answer] | Exception]:
+    def _answer(self, settings: Settings, calls: Batch[Call], batch: ContinuousBatch) -> Steps:
         if self.on_batch is not None:
             self.on_batch(sum(len(call.questions) for call in calls))
         with self._question() as retriever:
+            seen = self._seen
             settings = replace(settings, allowed=self._known(settings.allowed, settings.as_of))
-            return answer_calls(calls, settings, self._reader, retriever, self._give_way)
-
-    def _give_way(self) -> None:
-        """Lets others who are owed a turn of the model have it, and returns to the snapshot of the present question."""
-        seen = self._seen
-        if self._queue.give_way() and self._seen is not seen:
-            self._seen = seen
-            self._reader.follow(seen)
+            for is_due in answer_calls(calls, settings, self._reader, retriever, batch):
+                yield is_due
+                if self._seen is not seen:  # others have asked meanwhile
+                    self._seen = seen
+                    self._reader.follow(seen)
 
     def stream(
         self,
@@ -508,7 +512,7 @@ class MACEngine:
         moment = moment_of_question(as_of)
         for question in questions:
             check_text(question)
-        with self._queue.turn(), self._question() as found:
+        with self._queue.turn(soon=True), self._question() as found:
             if found is None:
                 return [[] for _ in questions]
             return found.retrieve(questions, self.k if k is None else k, allowed=self._known(allowed, moment))
@@ -540,7 +544,7 @@ class MACEngine:
         if not (hits and use_memory and isinstance(self.model, OwnKVModel)):  # others read all documents in the prompt
             return written(write, [], hits)
         moment = moment_of_question(as_of)
-        with self._queue.turn(), self._question():
+        with self._queue.turn(soon=True), self._question():
             scored = isinstance(retriever or self.retriever, BM25Retriever) and all(hit.document_id for hit in hits)
             read, others = self._reader.apart(hits, self._known(allowed, moment), scored=scored)
         return written(write, read, others)
@@ -555,7 +559,7 @@ class MACEngine:
             FingerprintError: if another model wrote the bank.
         """
         moment = moment_of_question(as_of)
-        with self._queue.turn(), self._question():
+        with self._queue.turn(soon=True), self._question():
             return self._reader.aggregate(questions, self._known(allowed, moment)).phi
 
     def document_attention(
@@ -613,7 +617,7 @@ class MACEngine:
         """
         moment = moment_of_question(as_of)
         prompt = question if isinstance(question, FittedPrompt) else FittedPrompt(question, (), ())
-        with self._queue.turn(), self._question():
+        with self._queue.turn(soon=True), self._question():
             known, masses = self._known(allowed, moment), None
             if use_memory:
                 mass = aggregate_prompts(self._reader, [prompt], known, mass=True).mass
@@ -645,7 +649,7 @@ class MACEngine:
             ConfigError: for the strategy sharded.
         """
         moment = moment_of_question(as_of)
-        with self._queue.turn(), self._question():
+        with self._queue.turn(soon=True), self._question():
             known = self._known(allowed, moment)
             phi = aggregate_prompts(self._reader, prompts, known).phi if use_memory else None
             return evidence_from(self._reader, prompts, answers, phi, known)
@@ -691,4 +695,7 @@ class MACEngine:
 def _queue_of(model: MACModel) -> BatchingQueue:
     """The queue in which all engines of a model take turns."""
     with _queues_lock:
-        return _queues.setdefault(model, BatchingQueue())
+        queue = _queues.setdefault(model, BatchingQueue())
+        if isinstance(model, OwnKVModel):
+            model.turn = queue.turn
+        return queue

@@ -14,6 +14,7 @@ from mac_rag.data.newswire.generate import generate
 from mac_rag.data.types import Answer, Document
 from mac_rag.engine import MACEngine
 from mac_rag.errors import BankError, DocumentError
+from mac_rag.lm.continuous_batch import Answers, ContinuousBatch
 from mac_rag.lm.decoding import Sampling
 from mac_rag.model import MACModel
 from mac_rag.retrieval.base import Hit
@@ -49,14 +50,14 @@ class Crowd:
 
     def __init__(self, engine: MACEngine, monkeypatch: pytest.MonkeyPatch) -> None:
         self.engine = engine
-        self.generated: list[int] = []  # prompts of each pass of the LM
-        generate = engine.model.generate
+        self.generated: list[int] = []  # questions that begin together
+        begin = engine.model.begin
 
-        def counting(prompts: Sequence[Any], *args: Any, **options: Any) -> list[str]:
+        def counting(batch: ContinuousBatch, prompts: Sequence[Any], *args: Any, **options: Any) -> list[Answers]:
             self.generated.append(len(prompts))
-            return generate(prompts, *args, **options)
+            return begin(batch, prompts, *args, **options)
 
-        monkeypatch.setattr(engine.model, "generate", counting)
+        monkeypatch.setattr(engine.model, "begin", counting)
 
     def __call__(self, *calls: Callable[[], Any]) -> list[Any]:
         """The results of the calls, or their exceptions."""
@@ -147,7 +148,7 @@ def test_what_fails_for_a_whole_batch_fails_for_all_of_it_and_not_for_the_next(
 
     expected = engine.answer(QUESTIONS[:1])
     with monkeypatch.context() as broken:
-        broken.setattr(engine.model, "generate", fail)
+        broken.setattr(engine.model, "begin", fail)
         outcomes = crowd(*(lambda q=question: engine.answer([q]) for question in QUESTIONS[:3]))
     assert [str(outcome) for outcome in outcomes] == ["no room"] * 3
     assert engine.answer(QUESTIONS[:1]) == expected
@@ -167,22 +168,30 @@ def test_a_call_whose_questions_have_ended_does_not_wait_for_the_others(
         return [(answer.text, [source.document_id for source in answer.sources]) for answer in answers]
 
     expected = [told(engine.answer(part, sources=2)) for part in calls]
-    returned, generate = threading.Event(), engine.model.generate
+    returned, late, begin, step = threading.Event(), list[Any](), engine.model.begin, ContinuousBatch.step
 
-    def in_turn(prompts: Sequence[Any], *, ended: Callable[..., Any], **options: Any) -> Any:
-        said = generate(prompts, **options)
-        for row in sorted(range(len(said)), key=lambda row: prompts[row].question in calls[0]):
+    def in_turn(batch: ContinuousBatch, prompts: Sequence[Any], tell: Callable[..., Any], **options: Any) -> Any:
+        def tell_later(row: int, answer: Any) -> None:
             if prompts[row].question in calls[0]:
+                late.append((row, answer))
+            else:
+                tell(row, answer)
+
+        def after_the_others(batch: ContinuousBatch) -> None:
+            if late and not batch:
                 assert returned.wait(20)
-            ended(row, said[row])
-        return said
+                tell(*late.pop())
+            step(batch)
+
+        monkeypatch.setattr(ContinuousBatch, "step", after_the_others)
+        return begin(batch, prompts, tell_later, **options)
 
     def ask_two() -> Sequence[Answer]:
         answers = engine.answer(calls[1], sources=2)
         returned.set()
         return answers
 
-    monkeypatch.setattr(engine.model, "generate", in_turn)
+    monkeypatch.setattr(engine.model, "begin", in_turn)
     assert [told(answers) for answers in crowd(lambda: engine.answer(calls[0], sources=2), ask_two)] == expected
 
 
@@ -207,12 +216,12 @@ def test_no_question_waits_for_a_change_and_no_change_for_an_answer(engine: MACE
     expected = engine.answer(QUESTIONS[:1], use_retriever=False)
     ids = [document.id for document in STREAM.documents]
     asking, adapting, asked, adapted = (threading.Event() for _ in range(4))
-    generate, put = engine.model.generate, engine.bank.put
+    begin, put = engine.model.begin, engine.bank.put
 
-    def slow_generate(*arguments: Any, **options: Any) -> Any:
+    def slow_begin(*arguments: Any, **options: Any) -> Any:
         asking.set()
         assert adapted.wait(60)
-        return generate(*arguments, **options)
+        return begin(*arguments, **options)
 
     def slow_put(*arguments: Any, **options: Any) -> Any:
         removed = put(*arguments, **options)
@@ -233,7 +242,7 @@ def test_no_question_waits_for_a_change_and_no_change_for_an_answer(engine: MACE
         assert report.result().added == 1
         assert engine.document_attention(QUESTIONS[:1])[0] == [*ids, "new"]
 
-        patch.setattr(engine.model, "generate", slow_generate)
+        patch.setattr(engine.model, "begin", slow_begin)
         answer = pool.submit(engine.answer, QUESTIONS[:1])
         assert asking.wait(60)
         assert engine.forget("new") == ("new",)

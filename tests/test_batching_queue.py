@@ -6,7 +6,7 @@ import itertools
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
@@ -496,3 +496,275 @@ def test_nobody_is_patient_while_somebody_waits_who_cannot_join(
     worker.queue._last_batch = 2
     worker.go.set()
     assert [one.result(20) for one in (*crowd, other)] == [0, 0, 1]
+
+
+class Stepper:
+    """Runs requests `(name, steps)` in steps, each until it has had so many; others join between two.
+
+    Attributes:
+        steps: the names that had each step.
+        threads: the threads that went on with it.
+        closed: batches that are over.
+    """
+
+    def __init__(self) -> None:
+        self.queue, self.pool = BatchingQueue(), ThreadPoolExecutor(32)
+        self.steps: list[list[str]] = []
+        self.threads: list[int] = []
+        self.begun: list[list[str]] = []
+        self.closed = 0
+        self._go = threading.Semaphore(0)
+
+    def run(self, requests: Batch[tuple[str, int]]) -> Generator[None, None, None]:
+        left = [(requests, place) for place in range(len(requests))]
+        had: dict[str, int] = {}
+        self.begun.append([name for name, _ in requests])
+        try:
+            while left:
+                assert self._go.acquire(timeout=20)
+                self.threads.append(threading.get_ident())
+                self.steps.append([batch[place][0] for batch, place in left])
+                going = []
+                for batch, place in left:
+                    name, steps = batch[place]
+                    had[name] = had.get(name, 0) + 1
+                    if name.startswith("bad"):
+                        batch.finish(place, KeyError(name))
+                    elif name.startswith("fatal"):
+                        raise MemoryError
+                    elif had[name] == steps:
+                        batch.finish(place, f"done {name}")
+                    else:
+                        going.append((batch, place))
+                left = going
+                for joined in requests.joining():
+                    self.begun.append([name for name, _ in joined])
+                    left += [(joined, place) for place in range(len(joined))]
+                yield
+        finally:
+            self.closed += 1
+
+    def go_on(self, steps: int) -> None:
+        """Lets some steps happen, and waits until they have."""
+        count = len(self.steps) + steps
+        for _ in range(steps):
+            self._go.release()
+        wait_until(lambda: len(self.steps) >= count)
+
+    def ask(self, name: str, steps: int, group: str = "a", owner: str = "", **options: Any) -> str:
+        OWNER.set(owner)
+        options = {"size": 1, "limit": 32, "joins": "steps", **options}
+        return self.queue.submit(self.run, (name, steps), group=group, **options)
+
+    def start(self, name: str, steps: int, **options: Any) -> Future[str]:
+        """Asks from a thread of its own; returns once the request waits, or runs if it is the first one."""
+        queue = self.queue
+        count, is_first = len(queue._waiting), queue._holder is None
+        future = self.pool.submit(self.ask, name, steps, **options)
+        wait_until(lambda: bool(self.begun) if is_first else len(queue._waiting) == count + 1)
+        return future
+
+
+@pytest.fixture
+def stepper() -> Iterator[Stepper]:
+    stepper = Stepper()
+    yield stepper
+    for _ in range(1000):
+        stepper._go.release()
+    stepper.pool.shutdown()
+    assert stepper.queue._holder is None
+    assert not stepper.queue._waiting
+
+
+class TestJoining:
+    def test_a_request_joins_between_two_steps_and_does_not_wait_for_the_others(self, stepper: Stepper) -> None:
+        long = stepper.start("long", 5)
+        stepper.go_on(1)
+        late = [stepper.start("late", 1, group="b"), stepper.start("later", 2, group="b")]
+        stepper.go_on(2)
+        assert late[0].result(20) == "done late"
+        stepper.go_on(1)
+        assert late[1].result(20) == "done later"
+        assert not long.done()
+        stepper.go_on(1)
+        assert long.result(20) == "done long"
+        assert stepper.begun == [["long"], ["late", "later"]]
+        assert stepper.steps == [["long"], ["long"], ["long", "late", "later"], ["long", "later"], ["long"]]
+
+    def test_only_what_may_join_does(self, stepper: Stepper) -> None:
+        long = stepper.start("long", 4)
+        other = stepper.start("other", 1, joins=None)
+        stepper.go_on(3)
+        assert stepper.begun == [["long"]]
+        stepper.go_on(2)
+        assert (long.result(20), other.result(20)) == ("done long", "done other")
+
+    def test_nobody_is_overtaken_by_one_after_another_who_joins(self, stepper: Stepper) -> None:
+        taken: list[str] = []
+
+        def turn() -> None:
+            with stepper.queue.turn():
+                taken.extend(str(begun) for begun in stepper.begun)
+
+        long = stepper.start("long", 3)
+        joining = stepper.start("joins", 2)
+        stepper.go_on(1)
+        waiting = stepper.pool.submit(turn)
+        wait_until(lambda: len(stepper.queue._waiting) == 1)
+        after = stepper.start("after", 1)
+        stepper.go_on(3)
+        assert [one.result(20) for one in (long, joining)] == ["done long", "done joins"]
+        waiting.result(20)
+        stepper.go_on(1) if not after.done() else None
+        assert after.result(20) == "done after"
+        assert taken == ["['long']", "['joins']"]
+
+    def test_of_those_who_join_the_owner_that_has_used_less_comes_first(self, stepper: Stepper) -> None:
+        stepper.start("greedy", 3, owner="greedy")
+        for number in range(2):
+            stepper.start(f"greedy {number}", 1, owner="greedy", group=str(number))
+        modest = stepper.start("modest", 1, owner="modest")
+        stepper.go_on(2)
+        assert modest.result(20) == "done modest"
+        assert stepper.steps[1] == ["greedy", "modest", "greedy 0", "greedy 1"]
+
+    def test_short_turns_that_wait_keep_nobody_from_joining(self, stepper: Stepper) -> None:
+        def turn() -> list[list[str]]:
+            with stepper.queue.turn(soon=True):
+                return list(stepper.steps)
+
+        stepper.start("long", 4)
+        short = stepper.pool.submit(turn)
+        wait_until(lambda: len(stepper.queue._waiting) == 1)
+        late = stepper.start("late", 1)
+        stepper.go_on(1)
+        assert short.result(20) == [["long"]]
+        stepper.go_on(1)
+        assert late.result(20) == "done late"
+        assert stepper.steps == [["long"], ["long", "late"]]
+
+    def test_a_thread_whose_request_is_done_leaves_the_rest_to_another(self, stepper: Stepper) -> None:
+        first = stepper.start("first", 2)
+        stepper.start("second", 3)
+        third = stepper.start("third", 5)
+        stepper.go_on(2)
+        assert first.result(20) == "done first"
+        stepper.go_on(4)
+        assert third.result(20) == "done third"
+        assert len(set(stepper.threads[:2])) == 1
+        assert len(set(stepper.threads)) == 3
+        assert stepper.closed == 1
+        assert stepper.steps[2:] == [["second", "third"]] * 2 + [["third"]] * 2
+
+    @pytest.mark.parametrize("others", [0, 2])
+    def test_an_heir_that_is_interrupted_leaves_the_rest_to_the_next(self, stepper: Stepper, others: int) -> None:
+        """It is interrupted after the turn has become its own, and before it goes on; without a next one all ends."""
+        go_on = stepper.queue._go_on
+
+        def interrupted(leader: Any, running: Any) -> None:
+            if leader.request[0] == "heir":
+                raise KeyboardInterrupt
+            go_on(leader, running)
+
+        stepper.queue._go_on = interrupted  # type: ignore[method-assign]
+        first = stepper.start("first", 2)
+        heir = stepper.start("heir", 4)
+        nexts = [stepper.start(f"next {number}", 3) for number in range(others)]
+        stepper.go_on(2)
+        assert first.result(20) == "done first"
+        with pytest.raises(KeyboardInterrupt):
+            heir.result(20)
+        if others:
+            stepper.go_on(2)
+        assert [one.result(20) for one in nexts] == [f"done next {number}" for number in range(others)]
+        wait_until(lambda: stepper.queue._holder is None)
+        assert stepper.closed == 1
+        again = stepper.start("again", 1)
+        stepper.go_on(1)
+        assert again.result(20) == "done again"
+
+    def test_what_joined_is_run_again_if_the_thread_that_runs_it_ends(self, stepper: Stepper) -> None:
+        calls = itertools.count()
+
+        def give_way() -> bool:
+            if next(calls) == 2:
+                raise KeyboardInterrupt
+            return False
+
+        stepper.queue.give_way = give_way  # type: ignore[method-assign]
+        first = stepper.start("first", 9)
+        late = [stepper.start(f"late {number}", 3, group=str(number)) for number in range(2)]
+        stepper.go_on(3)
+        with pytest.raises(KeyboardInterrupt):
+            first.result(20)
+        assert stepper.closed == 1
+        stepper.go_on(4)
+        assert [one.result(20) for one in late] == ["done late 0", "done late 1"]
+        assert stepper.begun == [["first"], ["late 0"], ["late 1"], ["late 0"], ["late 1"]]
+
+    def test_an_error_is_that_of_one_or_of_all(self, stepper: Stepper) -> None:
+        long = stepper.start("long", 6)
+        bad = stepper.start("bad", 3)
+        stepper.go_on(2)
+        with pytest.raises(KeyError):
+            bad.result(20)
+        assert not long.done()
+        fatal = stepper.start("fatal", 3)
+        stepper.go_on(2)
+        for one in (long, fatal):
+            with pytest.raises(MemoryError):
+                one.result(20)
+        assert stepper.closed == 1
+
+    def test_no_more_join_than_there_is_room_for(self, stepper: Stepper) -> None:
+        stepper.start("long", 9, limit=4)
+        others = [stepper.start(name, 2, size=size) for name, size in (("two", 2), ("too many", 2), ("one", 1))]
+        stepper.go_on(2)
+        assert stepper.steps[-1] == ["long", "two"]
+        stepper.go_on(2)
+        assert others[0].result(20) == "done two"
+        assert stepper.steps[-1] == ["long", "too many", "one"]
+
+    def test_an_owner_s_part_stays_small_while_others_come(self, stepper: Stepper) -> None:
+        """Whoever joins pays from then on."""
+        with ThreadPoolExecutor(1) as pool:
+            pool.submit(_turns_of, "other", stepper.queue).result()
+        stepper.start("long", 99, owner="greedy")
+        for number in range(6):
+            stepper.start(f"greedy {number}", 99, owner="greedy")
+        stepper.go_on(2)
+        assert len(stepper.steps[-1]) == 4
+        modest = stepper.start("modest", 3, owner="modest")
+        stepper.go_on(2)
+        assert len(stepper.steps[-1]) == 5
+        time.sleep(0.1)
+        stepper.go_on(2)
+        assert modest.result(20) == "done modest"
+        used = stepper.queue._used
+        assert 0.015 < used["modest"] - used["other"] < 0.5 * (used["greedy"] - used["other"])
+
+    @settings(max_examples=15, deadline=None)
+    @given(
+        st.lists(
+            st.lists(st.tuples(st.sampled_from("ab"), st.integers(1, 4), st.booleans()), min_size=1, max_size=4),
+            min_size=2,
+            max_size=6,
+        )
+    )
+    def test_every_caller_gets_its_own_result(self, plans: list[list[tuple[str, int, bool]]]) -> None:
+        """Each plan is the requests of one thread: a group, a number of steps, and whether it may join."""
+        stepper = Stepper()
+        stepper._go.release(10_000)
+
+        def ask(thread: int) -> bool:
+            return all(
+                stepper.ask(name := f"{thread} {number}", steps, group, joins="steps" if joins else None)
+                == f"done {name}"
+                for number, (group, steps, joins) in enumerate(plans[thread])
+            )
+
+        with ThreadPoolExecutor(len(plans)) as pool:
+            assert all(pool.map(ask, range(len(plans))))
+        assert stepper.queue._holder is None
+        assert not stepper.queue._waiting
+        assert stepper.closed <= sum(map(len, plans))

@@ -170,17 +170,17 @@ def test_engines_of_one_model_take_turns(engine: MACEngine, monkeypatch: pytest.
     engine.adapt(STREAM.documents[:6])
     other.adapt(STREAM.documents[6:])
     expected = [one.answer(QUESTIONS[:1], use_retriever=False)[0].text for one in (engine, other)]
-    generate_alone, inside, most = engine.model.generate, [0], [0]
+    read, inside, most = engine.model.base_lm._read, [0], [0]
 
-    def generate(*arguments: Any, **options: Any) -> list[str]:
+    def one_pass(*arguments: Any) -> Any:
         inside[0] += 1
         most[0] = max(most[0], inside[0])
         try:
-            return generate_alone(*arguments, **options)
+            return read(*arguments)
         finally:
             inside[0] -= 1
 
-    monkeypatch.setattr(engine.model, "generate", generate)
+    monkeypatch.setattr(engine.model.base_lm, "_read", one_pass)
     answers: list[list[str]] = [[], []]
 
     def ask(place: int) -> None:

@@ -107,13 +107,13 @@ def test_a_retrieved_document_of_the_bank_is_not_in_the_prompt(
 ) -> None:
     engine = engine_of(model, DOCUMENTS[:5])
     prompts: list[str] = []
-    generate = model.base_lm.generate
+    begin = model.base_lm.begin
 
-    def spy(ids: Any, *arguments: Any, **named: Any) -> Any:
+    def spy(batch: Any, ids: Any, *arguments: Any, **named: Any) -> Any:
         prompts.extend(model.base_lm.tokenizer.decode(row) for row in ids)
-        return generate(ids, *arguments, **named)
+        return begin(batch, ids, *arguments, **named)
 
-    monkeypatch.setattr(model.base_lm, "generate", spy)
+    monkeypatch.setattr(model.base_lm, "begin", spy)
     held, other = DOCUMENTS[0].text, DOCUMENTS[7].text
     [answer] = engine.answer([QUESTIONS[0]], contexts=[[held, other]])
     assert held.strip() not in prompts[-1]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from functools import cached_property
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +13,12 @@ from torch.nn import functional
 from transformers import DynamicCache
 
 from mac_rag.config import BaseLMConfig, ModulationConfig, PromptFormat
-from mac_rag.data.types import Decoded, Token
+from mac_rag.data.types import Decoded
 from mac_rag.errors import ModelLoadError
 from mac_rag.lm.architectures import architecture_of
 from mac_rag.lm.batching import pad_rows
 from mac_rag.lm.chat import prompt_encoder
+from mac_rag.lm.continuous_batch import Answers, CachedRows, ContinuousBatch
 from mac_rag.lm.decoding import (
     GREEDY,
     AbstainByMajority,
@@ -26,9 +26,7 @@ from mac_rag.lm.decoding import (
     MaxRuleEnsemble,
     Sampling,
     SpanSource,
-    TokenChoice,
     abstention_beginning,
-    log_probabilities,
     numeral_tokens,
 )
 from mac_rag.lm.devices import DeviceMap, device_of
@@ -42,8 +40,6 @@ from mac_rag.nn.modulation import LMShape, Modulation, attached, linear_names
 # Last names of the linear layers that compute queries and values, which LoRA changes: in Llama, Mistral and Qwen; in
 # BERT; and in GPT-2, GPT-NeoX and Phi-3, where one layer computes queries, keys and values.
 LORA_TARGETS = ("q_proj", "v_proj", "query", "value", "c_attn", "query_key_value", "qkv_proj")
-# Ended answers leave their batch once at most this share of its rows continues.
-_MOST_KEPT = 0.75
 
 
 class BaseLM(nn.Module):
@@ -252,8 +248,6 @@ class BaseLM(nn.Module):
         weights: Sequence[float] | None = None,
         sampling: Sampling = GREEDY,
         sources: Sequence[Sequence[SpanSource]] | None = None,
-        between: Callable[[], object] | None = None,
-        ended: Callable[[int, Decoded], object] | None = None,
     ) -> list[Decoded]:
         """Answers a batch of prompts, greedily or by sampling.
 
@@ -265,52 +259,55 @@ class BaseLM(nn.Module):
                 the modulation only.
             sampling: how tokens are chosen, and which strings end an answer early.
             sources: for each row the texts that its answer may copy (see `ExtractiveDecoding`); None for free answers.
-            between: called before each pass of the LM, which it may use for something else meanwhile.
-            ended: called with the number and the answer of each prompt once its answer has ended.
         """
-        steps = self._decode(prompts, modulation, weights, sampling, sources)
-        rows = len(prompts)  # an ensemble's steps have twice as many, in two equal halves
-        live = torch.arange(rows, device=self.device)  # rows that the steps still decode
-        kept: Tensor | None = None
-        generated: list[Tensor] = []
-        recorded: list[dict[int, Token]] = []  # of each step, by the rows
-        answers: dict[int, Decoded] = {}
-        while len(answers) < rows:
-            if between is not None:
-                between()
-            tokens = torch.full((rows,), self.tokenizer.pad_token_id, device=self.device)
-            chosen, logits = (part[: len(live)] for part in steps.send(kept))
-            tokens[live] = chosen
-            if sampling.log_probabilities is not None:
-                told = log_probabilities(logits, chosen, sampling.log_probabilities)
-                recorded.append(dict(zip(live.tolist(), told)))
-            generated.append(tokens)
-            is_last = self.ends(tokens)
-            has_ended = is_last.clone()
-            if sampling.stop:
-                texts = self._decoded(torch.stack(generated, 1))
-                has_ended |= torch.tensor([sampling.until_stop(text)[1] for text in texts], device=self.device)
-            over = has_ended if len(generated) < max_new_tokens else torch.ones_like(has_ended)
-            for row in over.nonzero()[:, 0].tolist():
-                if row in answers:
-                    continue
-                ids = torch.stack([step[row] for step in generated])
-                [text] = self._decoded(ids[None])
-                said = ids.tolist()[: len(ids) - int(is_last[row])]
-                answers[row] = Decoded(
-                    sampling.until_stop(text)[0].strip(),
-                    (recorded[step][row] if recorded else Token(token) for step, token in enumerate(said)),
-                    bool(has_ended[row]),
-                )
-                if ended is not None:
-                    ended(row, answers[row])
-            going = [place for place, row in enumerate(live.tolist()) if row not in answers]
-            if len(going) > _MOST_KEPT * len(live):
-                kept = None  # dropping few rows costs more than continuing with them
-            else:
-                kept = torch.tensor(going, dtype=torch.int64, device=self.device)
-                live = live[kept]
-        return [answers[row] for row in range(rows)]
+        batch = ContinuousBatch()
+        answers = self.begin(
+            batch, prompts, modulation, max_new_tokens=max_new_tokens, weights=weights, sampling=sampling,
+            sources=sources,
+        )  # fmt: skip
+        while not answers.over:
+            batch.step()
+        answers.check()
+        return [answers.ended[row] for row in range(len(prompts))]
+
+    def begin(
+        self,
+        batch: ContinuousBatch,
+        prompts: Sequence[Sequence[int]],
+        modulation: Modulation | None,
+        *,
+        max_new_tokens: int,
+        weights: Sequence[float] | None = None,
+        sampling: Sampling = GREEDY,
+        sources: Sequence[Sequence[SpanSource]] | None = None,
+        tell: Callable[[int, Decoded], object] | None = None,
+    ) -> Answers:
+        """Adds the answers to some prompts to those that are being written; a later step of the batch reads them.
+
+        Args:
+            batch: the batch, of which this LM writes all answers.
+            prompts, modulation, max_new_tokens, weights, sampling, sources: as `generate` takes them.
+            tell: as `Answers` takes it.
+        """
+        rows = len(prompts)
+        prompts, modulation, ensemble = _with_and_without(prompts, modulation, weights)
+        answers = Answers(
+            rows,
+            most=max_new_tokens,
+            sampling=sampling,
+            processors=[self._abstaining(), self._extractive(sources, modulation, ensemble)],
+            ensemble=ensemble,
+            end_tokens=self.end_tokens,
+            write=self._decoded,
+            tell=tell,
+        )
+        batch.add(
+            answers,
+            lambda: self._read_prompts(prompts, modulation),
+            prefix=modulation.prefix_length if modulation else 0,
+            text=max(map(len, prompts), default=0) + max_new_tokens,
+        )
+        return answers
 
     @torch.no_grad()
     def steps(
@@ -320,16 +317,21 @@ class BaseLM(nn.Module):
 
         To continue, send the rows that the next ones follow, `[N]`, which may repeat, and the next tokens `[N]`.
         """
-        ids, mask, positions, segment_ids = self._padded(prompts, modulation)
-        cache, segments = self._cache(modulation), self.architecture.segment_arguments(segment_ids)
+        rows, logits = self._read_prompts(prompts, modulation)
         while True:
-            output = self._read(ids, mask, positions, cache, modulation, segments)
-            cache = growing(output.past_key_values)
-            rows, tokens = yield output.logits[:, -1]
-            cache.reorder_cache(rows)
-            modulation = modulation and modulation.after_cache(rows)
-            mask, positions, ids = mask[rows], positions[rows, -1:] + 1, tokens[:, None]
-            mask, segments = torch.cat([mask, torch.ones_like(ids)], 1), {}
+            chosen, tokens = yield logits
+            rows = rows.of(chosen)
+            logits = rows.read(tokens)
+
+    def _read_prompts(
+        self, prompts: Sequence[Sequence[int]], modulation: Modulation | None
+    ) -> tuple[CachedRows, Tensor]:
+        """Reads B prompts; returns their rows, and the logits of the next tokens, `[B, vocabulary]`."""
+        ids, mask, positions, segment_ids = self._padded(prompts, modulation)
+        cache, segments = growing(self._cache(modulation)), self.architecture.segment_arguments(segment_ids)
+        output = self._read(ids, mask, positions, cache, modulation, segments)
+        rows = CachedRows(self._read, output.past_key_values, mask, positions[:, -1], modulation)
+        return rows, output.logits[:, -1]
 
     def ends(self, tokens: Tensor) -> Tensor:
         """True for each token that ends an answer."""
@@ -357,92 +359,38 @@ class BaseLM(nn.Module):
 
         The last piece is empty if its tokens have no text of their own.
         """
-        generated: list[int] = []
-        waiting: list[Token] = []  # tokens that no piece has yet
-        sent = text = ""
-        ended = False
-        for tokens, logits in islice(self._decode([prompt], modulation, weights, sampling, sources), max_new_tokens):
-            token = int(tokens[0])
-            if token in self.end_tokens:
-                ended = True
+        batch = ContinuousBatch()
+        answers = self.begin(
+            batch, [prompt], modulation, max_new_tokens=max_new_tokens, weights=weights, sampling=sampling,
+            sources=sources,
+        )  # fmt: skip
+        sent, told = "", 0  # the text and the number of tokens that the pieces have
+        while True:
+            batch.step()
+            answers.check()
+            [said] = answers.said
+            if answers.over:
                 break
-            generated.append(token)
-            most = sampling.log_probabilities
-            waiting += [Token(token)] if most is None else log_probabilities(logits[:1], tokens[:1], most)
-            decoded = self.tokenizer.decode(generated, skip_special_tokens=True).lstrip()
-            text, ended = sampling.until_stop(decoded)
-            if ended:
-                break
+            text = self.tokenizer.decode([token.id for token in said], skip_special_tokens=True).lstrip()
             # Hold back an incomplete character (it may need several tokens) and a trailing space (the answer may end).
             whole = sampling.settled(text).rstrip("\N{REPLACEMENT CHARACTER}").rstrip()
             if len(whole) > len(sent):
-                yield Decoded(whole[len(sent) :], waiting)
-                sent, waiting = whole, []
-        rest: str = text.rstrip()[len(sent) :]
-        if rest or waiting:
-            yield Decoded(rest, waiting, ended)
+                yield Decoded(whole[len(sent) :], said[told:])
+                sent, told = whole, len(said)
+        answer = answers.ended[0]
+        rest: str = answer[len(sent) :]
+        if rest or told < len(said):
+            yield Decoded(rest, said[told:], answer.ended)
 
-    def _decode(
-        self,
-        prompts: Sequence[Sequence[int]],
-        modulation: Modulation | None,
-        weights: Sequence[float] | None,
-        sampling: Sampling = GREEDY,
-        sources: Sequence[Sequence[SpanSource]] | None = None,
-    ) -> Generator[tuple[Tensor, Tensor], Tensor | None, None]:
-        """Unbounded decoding: yields the next tokens `[B]`, or `[2B]` if decoding with and without memory.
-
-        With them come their logits, `[B, vocabulary]` or `[2B, vocabulary]`, before bias and penalties. The halves of
-        `[2B]` are equal. To continue with a subset of the rows, send a tensor of their indices, below B; all other rows
-        end.
-
-        Args:
-            prompts: token ids of the rows.
-            modulation: modulation of the rows; None for the LM alone.
-            weights: memory weights as for `generate`.
-            sampling: how tokens are chosen.
-            sources: as for `generate`.
-        """
-        choose = TokenChoice(sampling, len(prompts))
-        prompts, modulation, ensemble = _with_and_without(prompts, modulation, weights)
-        ids, mask, positions, segment_ids = self._padded(prompts, modulation)
-        cache = growing(self._cache(modulation))
-        segments = self.architecture.segment_arguments(segment_ids)
-        written, prompt_length = ids, ids.shape[1]  # prompts, and answers so far
-        extractive = self._extractive(sources, prompt_length, modulation, ensemble)
-        abstaining = self._abstaining(prompt_length)
-        while True:
-            output = self._read(ids, mask, positions, cache, modulation, segments)
-            cache, logits = growing(output.past_key_values), output.logits[:, -1]
-            for processor in (abstaining, extractive, ensemble):
-                if processor:
-                    logits = processor(written, logits)
-            tokens = choose(logits, written[:, prompt_length:])
-            kept = yield tokens, logits
-            if kept is not None:
-                choose = choose.of(kept)
-                modulation = modulation and modulation.after_cache(kept)
-                extractive = extractive and extractive.of(kept)
-                if ensemble:
-                    ensemble = ensemble.of(kept)
-                    kept = torch.cat([kept, kept + len(tokens) // 2])
-                cache.reorder_cache(kept)  # every kind of cache layer supports this
-                tokens, mask, positions, written = (part[kept] for part in (tokens, mask, positions, written))
-            ids = tokens[:, None]
-            written = torch.cat([written, ids], 1)
-            mask = torch.cat([mask, torch.ones_like(ids)], 1)
-            positions = positions[:, -1:] + 1
-            segments = {}
-
-    def _abstaining(self, prompt_length: int) -> AbstainByMajority | None:
-        """Decides when the LM may abstain after padded prompts of this length; None if it has not learned to.
+    def _abstaining(self) -> AbstainByMajority | None:
+        """Decides when the LM may abstain; None if it has not learned to.
 
         In a chat, the first token decides. Few answers of an LM that has learned to abstain begin as an abstention
         does, with "I", and those may begin with another word unless they are more probable than all others together.
         """
         if self.abstention is None:
             return None
-        return AbstainByMajority(self.abstention[:1] if self.prompts.format.chat else self.abstention, prompt_length)
+        return AbstainByMajority(self.abstention[:1] if self.prompts.format.chat else self.abstention, 0)
 
     @cached_property
     def abstention(self) -> list[int] | None:
@@ -452,17 +400,16 @@ class BaseLM(nn.Module):
     def _extractive(
         self,
         sources: Sequence[Sequence[SpanSource]] | None,
-        prompt_length: int,
         modulation: Modulation | None,
         ensemble: MaxRuleEnsemble | None,
     ) -> ExtractiveDecoding | None:
-        """Binds answers after padded prompts of this length to their sources; None without sources."""
+        """Binds answers to their sources; None without sources."""
         if sources is None:
             return None
         with_memory_only = modulation is not None and ensemble is None
         return ExtractiveDecoding(
             [()] * len(sources) if with_memory_only else sources,
-            prompt_length=prompt_length,
+            prompt_length=0,
             end_tokens=self.end_tokens,
             numerals=self._numerals,
             halves=ensemble is not None,

@@ -21,6 +21,7 @@ from mac_rag.errors import ConfigError, DocumentError, ModelLoadError, PromptErr
 from mac_rag.lm.base_lm import BaseLM
 from mac_rag.lm.batching import length_buckets
 from mac_rag.lm.chat import ChatPromptEncoder, Message
+from mac_rag.lm.continuous_batch import Answers, ContinuousBatch
 from mac_rag.lm.decoding import GREEDY, Sampling, SpanSource
 from mac_rag.lm.devices import DeviceMap, default_device
 from mac_rag.lm.prompt import FittedPrompt
@@ -426,8 +427,6 @@ class MACModel(nn.Module, ABC):
         max_new_tokens: int | None = None,
         memory_weight: float | None = None,
         sampling: Sampling = GREEDY,
-        between: Callable[[], object] | None = None,
-        ended: Callable[[int, Decoded], object] | None = None,
     ) -> list[Decoded]:
         """Answers questions: `LM(d + x; phi*)`.
 
@@ -438,34 +437,62 @@ class MACModel(nn.Module, ABC):
             max_new_tokens: largest number of tokens of an answer; None for the configured one.
             memory_weight: lambda after documents (see `mac_rag.lm.decoding`); None for the configured weight.
             sampling: how tokens are chosen, and which strings end an answer early.
-            between: called before each pass of the LM, which it may use for something else meanwhile.
-            ended: called with the number and the answer of each question once its answer has ended.
 
         Raises:
             ConfigError: for a memory_weight that is not above 0 and at most 1.
         """
-        fitted = self._as_fitted(prompts, contexts)
-        weights = self._weights(fitted, memory_weight)
-        answers = [Decoded("")] * len(fitted)
+        answers, batch = [Decoded("")] * len(prompts), ContinuousBatch()
+        begun = self.begin(
+            batch, self._as_fitted(prompts, contexts), answers.__setitem__, modulation=modulation,
+            max_new_tokens=max_new_tokens, memory_weight=memory_weight, sampling=sampling,
+        )  # fmt: skip
+        while batch:
+            batch.step()
+        for part in begun:
+            part.check()
+        return answers
 
-        def tell(rows: Sequence[int], place: int, answer: Decoded) -> None:
-            if ended is not None:
-                ended(rows[place], answer)
+    @torch.no_grad()
+    def begin(
+        self,
+        batch: ContinuousBatch,
+        prompts: Sequence[FittedPrompt],
+        tell: Callable[[int, Decoded], object],
+        *,
+        modulation: Phi | None = None,
+        max_new_tokens: int | None = None,
+        memory_weight: float | None = None,
+        sampling: Sampling = GREEDY,
+    ) -> list[Answers]:
+        """Adds the answers to questions to those that the LM writes already.
 
-        for rows in self._batches(fitted, modulation):
-            texts = self.base_lm.generate(
-                [self.ids_read(fitted[i], with_memory=modulation is not None) for i in rows],
+        Args:
+            batch: the answers that this model's LM writes together.
+            prompts: B questions.
+            tell: called with the number and the answer of each question once its answer has ended; it must not raise
+                an exception.
+            modulation, max_new_tokens, memory_weight, sampling: as `generate` takes them.
+
+        Returns:
+            The parts of the questions that are read together.
+
+        Raises:
+            ConfigError: as `generate`.
+        """
+        weights = self._weights(prompts, memory_weight)
+        return [
+            self.base_lm.begin(
+                batch,
+                [self.ids_read(prompts[i], with_memory=modulation is not None) for i in rows],
                 None if modulation is None else self._modulation(modulation[rows]),
                 max_new_tokens=max_new_tokens or self.config.max_new_tokens,
                 weights=None if weights is None else [weights[i] for i in rows],
                 sampling=sampling,
-                sources=self.span_sources([fitted[i] for i in rows]),
-                between=between,
-                ended=partial(tell, rows),
+                sources=self.span_sources([prompts[i] for i in rows]),
+                tell=partial(_tell, tell, rows),
             )
-            for i, text in zip(rows, texts, strict=True):
-                answers[i] = text
-        return answers
+            for rows in self._batches(prompts, modulation)
+        ]
 
     @torch.no_grad()
     def score_answers(
@@ -611,6 +638,10 @@ _KINDS: dict[str, type[MACModel]] = {}
 def _kinds_of(cls: type[_Model]) -> list[type[_Model]]:
     """The kinds of models that are instances of a class."""
     return [kind for kind in _KINDS.values() if issubclass(kind, cls)]
+
+
+def _tell(tell: Callable[[int, Decoded], object], rows: Sequence[int], place: int, answer: Decoded) -> None:
+    tell(rows[place], answer)
 
 
 def log_odds_of_answering(losses: Sequence[Tensor]) -> Tensor:

@@ -19,6 +19,7 @@ import hashlib
 import json
 import logging
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -149,6 +150,9 @@ class OwnKVModel(MACModel, kind="own-kv", config_class=OwnKVConfig):
         self, config: OwnKVConfig, base_lm: BaseLM, codec: KVCodec | None, adapter: Adapter | None = None
     ) -> None:
         super().__init__(config, base_lm)
+        # Around each pass that reads documents: the LM that does so also answers, and its attention cannot do both at
+        # once. An engine gives its queue's.
+        self.turn: Callable[[], AbstractContextManager[object]] = nullcontext
         self.codec = codec
         self._adapter = adapter
         self.blocks = BlockPrompt(base_lm.tokenizer, config.turn, config.prompt.system)
@@ -392,11 +396,12 @@ class OwnKVModel(MACModel, kind="own-kv", config_class=OwnKVConfig):
         found: dict[int, Tensor] = {}
         for bucket in length_buckets([len(row) for row in rows], batch_tokens):
             texts: list[Sequence[int]] = [rows[i] for i in bucket]
-            if self._packs:
-                parts = packed_keys_values(self.base_lm.model, self.blocks.opening, texts)
-            else:
-                nothing: list[list[Any]] = [[] for _ in bucket]
-                parts = self.base_lm.keys_values_of(texts, BlockPrefix(self.opening, nothing, nothing))
+            with self.turn():
+                if self._packs:
+                    parts = packed_keys_values(self.base_lm.model, self.blocks.opening, texts)
+                else:
+                    nothing: list[list[Any]] = [[] for _ in bucket]
+                    parts = self.base_lm.keys_values_of(texts, BlockPrefix(self.opening, nothing, nothing))
             found |= zip(bucket, parts)
             if advance is not None:
                 advance(len(bucket))

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
@@ -79,11 +80,25 @@ class BlockPrefix(Modulation):
 
     def after_cache(self, rows: Tensor) -> BlockPrefix:
         chosen = object.__new__(BlockPrefix)
-        chosen.prefix_length = self.prefix_length
         chosen._opening, chosen._documents = self._opening, [self._documents[row] for row in rows.tolist()]
-        for name in ("_next", "_seen", "_positions", "_bias"):
-            setattr(chosen, name, getattr(self, name)[rows.to(self._opening.device)])
+        rows = rows.to(self._opening.device)
+        chosen._next, chosen.prefix_length = self._next[rows], int(self._seen[rows].sum(1).max())
+        for name in ("_seen", "_positions", "_bias"):
+            setattr(chosen, name, getattr(self, name)[rows, : chosen.prefix_length])
         return chosen
+
+    def followed_by(self, other: Modulation) -> BlockPrefix | None:
+        if type(other) is not type(self):
+            return None
+        both = object.__new__(type(self))
+        both.prefix_length = max(self.prefix_length, other.prefix_length)
+        both._opening, both._documents = self._opening, [*self._documents, *other._documents]
+        both._next = torch.cat([self._next, other._next])
+        for name in ("_seen", "_positions", "_bias"):
+            parts = [getattr(each, name) for each in (self, other)]
+            longer = [functional.pad(part, (0, both.prefix_length - part.shape[1])) for part in parts]
+            setattr(both, name, torch.cat(longer))
+        return both
 
     @contextmanager
     def attached(self, lm: Any) -> Iterator[None]:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
 _LEAST_SPARE = 32  # positions; or a quarter of the contents if that is more
@@ -51,6 +53,66 @@ def growing(cache: Any) -> Any:
         if type(layer) is DynamicLayer and layer.keys is not None and layer.values is not None:
             cache.layers[number] = GrowingLayer(layer.keys, layer.values)
     return cache
+
+
+class Taken(NamedTuple):
+    """What is taken of rows in a cache.
+
+    Attributes:
+        rows: `[b]`, indices of the rows; an index may repeat.
+        front, back: numbers of first and of last positions.
+    """
+
+    rows: Tensor
+    front: int
+    back: int
+
+
+def is_growing(cache: Any) -> bool:
+    """True for a cache whose layers all grow in place; only its rows can stand beside those of another one."""
+    layers = getattr(cache, "layers", ())
+    return bool(layers) and all(isinstance(layer, GrowingLayer) for layer in layers)
+
+
+def side_by_side(caches: Sequence[DynamicCache], taken: Sequence[Taken]) -> DynamicCache:
+    """One cache of rows from several, for which `is_growing` holds; see `stacked`."""
+    made = DynamicCache()
+    for layers in zip(*(cache.layers for cache in caches), strict=True):
+        parts: Any = [(layer.keys, layer.values) for layer in layers]
+        length = max(one.front for one in taken) + max(one.back for one in taken)
+        keys, values = (stacked(some, taken, with_spare(length)) for some in zip(*parts, strict=True))
+        made.layers.append(GrowingLayer(keys, values, length))
+    return made
+
+
+def stacked(parts: Sequence[Tensor], taken: Sequence[Taken], length: int | None = None) -> Tensor:
+    """Rows of several tensors as one tensor `[B, ..., T, width]`.
+
+    The longest front and the longest back together are the first T' positions. Each row has its front at their
+    beginning, its back at their end, and zeros between the two.
+
+    Args:
+        parts: `[b, ..., t, width]` each.
+        taken: what is taken of each of them.
+        length: T, if it is more than T'; what follows T' is not initialized.
+
+    Examples:
+        >>> one, two = torch.tensor([[[1], [2], [3]]]), torch.tensor([[[4], [5]]])
+        >>> row = torch.tensor([0])
+        >>> stacked([one, two], [Taken(row, 1, 2), Taken(row, 0, 1)])[..., 0].tolist()
+        [[1, 2, 3], [0, 0, 5]]
+    """
+    used = max(one.front for one in taken) + max(one.back for one in taken)
+    shape = list(parts[0].shape)
+    shape[0], shape[-2] = sum(len(one.rows) for one in taken), used if length is None else length
+    made, first = parts[0].new_empty(shape), 0
+    for part, (indices, front, back) in zip(parts, taken, strict=True):
+        rows, first = made[first : first + len(indices)], first + len(indices)
+        some = part[indices.to(part.device)]
+        rows[..., :front, :] = some[..., :front, :]
+        rows[..., front : used - back, :] = 0
+        rows[..., used - back : used, :] = some[..., some.shape[-2] - back :, :]
+    return made
 
 
 def with_spare(length: int) -> int:

@@ -91,7 +91,26 @@ class Modulation(ABC):
 
     @abstractmethod
     def after_cache(self, rows: Tensor) -> Modulation:
-        """Modulation for a subset of the batch. `rows`: indices below B; their prefixes are already in the cache."""
+        """Modulation for a subset of the LM's rows, whose prefixes are already in the cache.
+
+        Its prefix may be shorter: positions that none of these rows sees are to be taken out of the cache, too.
+
+        Args:
+            rows: their indices; after `beside_none`, each has its equal in the other half.
+        """
+
+    @abstractmethod
+    def followed_by(self, other: Modulation) -> Modulation | None:
+        """Modulation of these rows and then of another's, all of them with their prefixes in one cache.
+
+        In that cache, blank positions after the shorter prefixes make all of them equally long.
+
+        Args:
+            other: a modulation of C rows; both come from `after_cache`.
+
+        Returns:
+            A modulation of B + C rows; None if they cannot share a pass of the LM.
+        """
 
 
 def attached(modulation: Modulation | None, lm: nn.Module) -> AbstractContextManager[None]:
@@ -131,6 +150,11 @@ class PrefixModulation(Modulation):
     def after_cache(self, rows: Tensor) -> PrefixModulation:
         return self
 
+    def followed_by(self, other: Modulation) -> PrefixModulation | None:
+        # All that is still asked for is the length, which has to be the one at which every row's text begins.
+        alike = isinstance(other, PrefixModulation) and other.prefix_length == self.prefix_length
+        return self if alike else None
+
 
 @dataclass(frozen=True)
 class Change:
@@ -150,6 +174,10 @@ class Change:
     def of(self, rows: Tensor) -> Change:
         """The change for a subset of the rows, by their indices."""
         return Change(self.function, tuple(value[rows.to(value.device)] for value in self.values))
+
+    def followed_by(self, other: Change) -> Change:
+        """The change of these rows and then of another's, which has the same function."""
+        return Change(self.function, tuple(torch.cat(pair) for pair in zip(self.values, other.values, strict=True)))
 
 
 class HookedModulation(Modulation):
@@ -180,7 +208,20 @@ class HookedModulation(Modulation):
                 handle.remove()
 
     def after_cache(self, rows: Tensor) -> HookedModulation:
-        return HookedModulation({name: change.of(rows) for name, change in self._changes.items()}, self._half)
+        changes = {}
+        for name, change in self._changes.items():
+            changed = rows[rows < len(change.values[0])] if self._half else rows
+            changes[name] = change.of(changed)
+        return HookedModulation(changes, self._half)
+
+    def followed_by(self, other: Modulation) -> HookedModulation | None:
+        if not isinstance(other, HookedModulation) or self._half or other._half:
+            return None  # the halves of both would be the first and the third quarter
+        functions = [{name: change.function for name, change in each._changes.items()} for each in (self, other)]
+        if functions[0] != functions[1]:
+            return None
+        both = {name: change.followed_by(other._changes[name]) for name, change in self._changes.items()}
+        return HookedModulation(both)
 
 
 def _hook(change: Callable[[Tensor, Tensor], Tensor]) -> Callable[..., Any]:
@@ -547,8 +588,14 @@ class PromptModulation(Modulation):
             yield
 
     def after_cache(self, rows: Tensor) -> PromptModulation:
-        kept = {name: states[rows.to(states.device)] for name, states in self._states.items()}
-        return PromptModulation(kept, self.slots, self._half)
+        read = object.__new__(PromptModulation)  # of states that the LM has read, only the number still counts
+        read._states, read._half = {}, self._half
+        read.prefix_length, read.slots = self.prefix_length, self.slots
+        return read
+
+    def followed_by(self, other: Modulation) -> PromptModulation | None:
+        alike = isinstance(other, PromptModulation) and other.prefix_length == self.prefix_length
+        return self if alike else None
 
 
 def _replaced(_: Tensor, output: Tensor, states: Tensor) -> Tensor:

@@ -20,7 +20,7 @@ from transformers.masking_utils import sdpa_mask
 
 from mac_rag.errors import ModelLoadError
 from mac_rag.nn.block_prefix import BlockPrefix
-from mac_rag.nn.modulation import has_limited_layers
+from mac_rag.nn.modulation import Modulation, has_limited_layers
 
 _ROWS = "mac_rag_rows"  # name of this attention among transformers' own
 _ALIGNED = 16  # bytes; the kernels rely on it
@@ -66,6 +66,15 @@ class RowsPrefix(BlockPrefix):
         for name in ("_next", "_seen", "_positions", "_bias"):
             setattr(chosen, name, getattr(self, name)[rows.to(self._next.device)])
         return chosen
+
+    def followed_by(self, other: Modulation) -> RowsPrefix | None:
+        if not isinstance(other, RowsPrefix):
+            return None
+        both = object.__new__(RowsPrefix)
+        both._rows, both._added = [*self._rows, *other._rows], [*self._added, *other._added]
+        for name in ("_next", "_seen", "_positions", "_bias"):
+            setattr(both, name, torch.cat([getattr(self, name), getattr(other, name)]))
+        return both
 
     @contextmanager
     def attached(self, lm: Any) -> Iterator[None]:

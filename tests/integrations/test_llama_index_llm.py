@@ -271,13 +271,13 @@ def test_async_calls_that_wait_share_one_pass(remembering: RecordingEngine, monk
     questions = [f"{QUESTION} And number {number}?" for number in range(32)]
     expected = [llm.complete(question).text for question in questions]
     passes: list[int] = []
-    generate, queue = remembering.model.generate, remembering._queue
+    begin, queue = remembering.model.begin, remembering._queue
 
-    def counting(prompts: Sequence[Any], **options: Any) -> list[str]:
+    def counting(batch: Any, prompts: Sequence[Any], *arguments: Any, **options: Any) -> Any:
         passes.append(len(prompts))
-        return generate(prompts, **options)
+        return begin(batch, prompts, *arguments, **options)
 
-    monkeypatch.setattr(remembering.model, "generate", counting)
+    monkeypatch.setattr(remembering.model, "begin", counting)
 
     async def crowd() -> list[str]:
         with queue.turn():

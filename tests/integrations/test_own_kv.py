@@ -6,7 +6,7 @@ A document in the bank does not stand in the prompt, and one that is not does, w
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +36,7 @@ from mac_rag.integrations.llama_index import (
     MACSynthesizer,
     MemoryWriter,
 )
+from mac_rag.lm.base_lm import BaseLM
 from mac_rag.lm.chat import Message
 from mac_rag.model import MACModel, OwnKVModel
 from mac_rag.retrieval.base import Hit
@@ -90,16 +91,16 @@ def prompts(chat_model: OwnKVModel, plain_model: OwnKVModel, monkeypatch: pytest
     """The prompts that an LM has read, as texts."""
     read: list[str] = []
     for model in (chat_model, plain_model):
-        for name in ("generate", "stream"):
-            monkeypatch.setattr(model.base_lm, name, spy(getattr(model.base_lm, name), model, read))
+        monkeypatch.setattr(model.base_lm, "begin", spy(model.base_lm, read))
     return read
 
 
-def spy(method: Callable[..., Any], model: OwnKVModel, read: list[str]) -> Callable[..., Any]:
-    def spied(ids: Any, *arguments: Any, **options: Any) -> Any:
-        rows = ids if isinstance(ids[0], Sequence) else [ids]
-        read.extend(model.base_lm.tokenizer.decode(row) for row in rows)
-        return method(ids, *arguments, **options)
+def spy(lm: BaseLM, read: list[str]) -> Callable[..., Any]:
+    begin = lm.begin
+
+    def spied(batch: Any, ids: Any, *arguments: Any, **options: Any) -> Any:
+        read.extend(lm.tokenizer.decode(row) for row in ids)
+        return begin(batch, ids, *arguments, **options)
 
     return spied
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cache
@@ -17,8 +17,10 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from mac_rag.config import BaseLMConfig, ModulationConfig, PromptFormat
+from mac_rag.data.types import Decoded
 from mac_rag.lm.attention_sink import make_attention_sink
 from mac_rag.lm.base_lm import BaseLM
+from mac_rag.lm.continuous_batch import Answers, ContinuousBatch
 from mac_rag.lm.loading import load_causal_lm
 from mac_rag.nn.modulation import FiLM, LoRA, Modulation, ModulationNetwork, PrefixTuning
 from pipelines.objective import Batch
@@ -313,19 +315,34 @@ def check_losses(cell: Cell, rows: Sequence[Sequence[int]], answers: Sequence[Se
         assert cell.distance(bare, expected) > 2
 
 
+def joining(
+    lm: BaseLM, prompts: Sequence[Sequence[int]], modulation: Callable[[int], Modulation | None], new: int
+) -> list[Decoded]:
+    """Answers to prompts of which each joins those before it while they are being written."""
+    batch, begun = ContinuousBatch(), list[Answers]()
+    for row, prompt in enumerate(prompts):
+        begun.append(lm.begin(batch, [prompt], modulation(row), max_new_tokens=new))
+        for _ in range(3):  # each is read, and a token or two are written
+            batch.step()
+    while batch:
+        batch.step()
+    return [answers.ended[0] for answers in begun]
+
+
 def check_generation(cell: Cell, rows: Sequence[Sequence[int]], answers: Sequence[Sequence[int]]) -> None:
-    """`generate` and `stream` give the plain loop's tokens."""
+    """`generate` and `stream` give the plain loop's tokens, and so do answers that join each other."""
     lm, everyone = cell.lm, range(len(rows))
     whole = cell.modulation(*everyone)
     generated = lm.generate(rows, whole, max_new_tokens=cell.new)
     streamed = ["".join(lm.stream(p, cell.modulation(i), max_new_tokens=cell.new)) for i, p in enumerate(rows)]
     half = lm.generate(rows, whole, max_new_tokens=cell.new, weights=[0.5] * len(rows))
+    joined = joining(lm, rows, cell.modulation, cell.new)
     if cell.dtype == "fp32":
         expected = [Numbers().decode(answer) for answer in answers]
-        assert generated == streamed == expected
+        assert generated == streamed == joined == expected
         return
     # Near ties may fall either way, but every token is as good as the best.
-    for texts in (generated, streamed):
+    for texts in (generated, streamed, joined):
         for i, (prompt, text) in enumerate(zip(rows, texts, strict=True)):
             tokens = [int(token) for token in text.split()]
             if tokens:

@@ -21,6 +21,7 @@ from mac_rag.config import BaseLMConfig, PromptFormat
 from mac_rag.data.types import Decoded
 from mac_rag.errors import ConfigError, ModelLoadError
 from mac_rag.lm.base_lm import BaseLM
+from mac_rag.lm.continuous_batch import ContinuousBatch
 from mac_rag.lm.decoding import (
     AbstainByMajority,
     ExtractiveDecoding,
@@ -174,15 +175,16 @@ def test_an_answer_is_told_once_it_has_ended(tiny_model: MACModel) -> None:
     place = next(place for place in range(1, 12) if len({answer.tokens[place].id for answer in whole}) > 1)
     last = whole[0].tokens[place].id
     lm.end_tokens = sorted({*lm.end_tokens, last})
-    passes, told = [0], dict[int, tuple[int, Decoded]]()
-
-    def between() -> None:
-        passes[0] += 1
-
-    found = lm.generate(
-        prompts, None, max_new_tokens=12, sampling=WARM, between=between,
-        ended=lambda row, answer: told.__setitem__(row, (passes[0], answer)),
+    passes, told, batch = 0, dict[int, tuple[int, Decoded]](), ContinuousBatch()
+    answers = lm.begin(
+        batch, prompts, None, max_new_tokens=12, sampling=WARM,
+        tell=lambda row, answer: told.__setitem__(row, (passes, answer)),
     )  # fmt: skip
+    while batch:
+        passes += 1
+        batch.step()
+    found = [answers.ended[row] for row in range(len(prompts))]
+    assert found == lm.generate(prompts, None, max_new_tokens=12, sampling=WARM)
     assert [told[row][1] for row in range(len(prompts))] == found
     assert [told[row][0] for row in range(len(prompts))] == [len(answer.tokens) + answer.ended for answer in found]
     assert len({passed for passed, _ in told.values()}) > 1
@@ -222,8 +224,7 @@ def test_every_end_token_of_the_generation_config_ends_an_answer(tiny_model: MAC
     lm = tiny_model.base_lm
     prompt = lm.prompts.prompt(QUESTIONS[0])
     modulation = tiny_model.modulation(tiny_model.amortize(["Ada Voss opened it."]))
-    steps = lm._decode([prompt], modulation, None, WARM)
-    tokens = [int(next(steps)[0]) for _ in range(8)]
+    tokens = [token.id for token in lm.generate([prompt], modulation, max_new_tokens=8, sampling=WARM)[0].tokens]
     place = next(i for i in range(2, 8) if tokens[i] not in tokens[:i])
     expected = lm.tokenizer.decode(tokens[:place], skip_special_tokens=True).strip()
     lm.model.generation_config.eos_token_id = [lm.tokenizer.eos_token_id, tokens[place]]

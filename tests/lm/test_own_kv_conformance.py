@@ -41,6 +41,7 @@ from tests.lm.helpers import (
     WINDOW,
     WITHOUT_PREFIX,
     Numbers,
+    joining,
     lm_of_numbers,
     masks_by_hand,
     quantized_lm,
@@ -159,12 +160,14 @@ def check_logits(read: Read, exact: Any, dtype: str) -> None:
 
 
 def check_generation(read: Read, exact: Any, dtype: str) -> None:
-    """`generate` and `stream` give the plain text's tokens, also after another row's answer has ended."""
+    """`generate` and `stream` give the plain text's tokens, also after another row has ended or joined them."""
     lm, memory = read.lm, read.memory([0], [1])
     generated = lm.generate(QUESTIONS, memory, max_new_tokens=NEW)
     streamed = ["".join(lm.stream(QUESTIONS[row], read.memory([row]), max_new_tokens=NEW)) for row in (0, 1)]
+    joined = joining(lm, QUESTIONS, lambda row: read.memory([row]), NEW)
+    other_first = joining(lm, QUESTIONS[::-1], lambda row: read.memory([1 - row]), NEW)[::-1]
     if dtype != "fp32":  # near ties may fall either way, but every token is as good as the best
-        for answers in (generated, streamed):
+        for answers in (generated, streamed, joined, other_first):
             for text, answer in zip(TEXTS, answers, strict=True):
                 tokens = [int(token) for token in answer.split()]
                 scores = text_logits(exact, text, tokens)
@@ -172,7 +175,7 @@ def check_generation(read: Read, exact: Any, dtype: str) -> None:
                 assert (short <= 4 * TOLERANCES[dtype] * scores.std()).all()
         return
     expected = [text_answer(exact, text) for text in TEXTS]
-    assert generated == streamed == [Numbers().decode(answer) for answer in expected]
+    assert generated == streamed == joined == other_first == [Numbers().decode(answer) for answer in expected]
     for answer in expected:
         lm.end_tokens = [Numbers.eos_token_id, answer[len(answer) // 2]]
         ended = [takewhile(lambda token: token not in lm.end_tokens, one) for one in expected]

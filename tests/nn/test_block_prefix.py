@@ -12,7 +12,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from mac_rag.nn.block_prefix import grouped_attention
+from mac_rag.nn.block_prefix import BlockPrefix, grouped_attention
+from mac_rag.nn.modulation import PrefixModulation
+from mac_rag.nn.rows_prefix import RowsPrefix
 
 
 def inputs(
@@ -75,3 +77,27 @@ def test_anything_else_is_left_to_pytorch(change: str) -> None:
         out, _ = grouped_attention(module, *parts, given_mask, **options)
         expected, _ = sdpa_attention_forward(module, *parts, given_mask, **options)
     assert torch.equal(out, expected)
+
+
+@pytest.mark.parametrize("kind", [BlockPrefix, RowsPrefix])
+@pytest.mark.parametrize("kept", [[0, 1], [1], [2, 0]])
+def test_prefixes_behind_each_other_are_those_of_all_their_rows(kind: type[BlockPrefix], kept: list[int]) -> None:
+    """What is left of one is as long as its longest row needs."""
+    opening = torch.randn(2, 2, 1, 3, 4)
+    lengths, bias = [[5, 2], [1], [], [4, 1, 2]], [[0.0, -1.0], [-0.5], [], [0.0, -2.0, -3.0]]
+    documents = [[torch.randn(2, 2, 1, length, 4) for length in row] for row in lengths]
+
+    def of(rows: list[int]) -> BlockPrefix:
+        return kind(opening, [documents[row] for row in rows], [bias[row] for row in rows])
+
+    first, last = of([0, 1, 2]).after_cache(torch.tensor(kept)), of([3]).after_cache(torch.tensor([0]))
+    found, expected = first.followed_by(last), of([*kept, 3])
+    assert type(found) is kind
+    assert found.prefix_length == expected.prefix_length
+    for name, value in vars(expected).items():
+        if isinstance(value, torch.Tensor):
+            assert torch.equal(getattr(found, name), value), name
+        elif isinstance(value, list):
+            for row, same in zip(getattr(found, name), value, strict=True):
+                assert all(torch.equal(torch.as_tensor(a), torch.as_tensor(b)) for a, b in zip(row, same, strict=True))
+    assert of([0]).followed_by(PrefixModulation(torch.randn(1, 2, 2, 1, 3, 4))) is None

@@ -70,6 +70,34 @@ def test_a_full_queue_refuses_and_late_answers_are_told(
         assert client.post("/v1/chat/completions", json=ASK).status_code == 200
 
 
+def test_a_short_question_is_answered_beside_a_long_one(
+    one_at_a_time: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, rows = engine_of(one_at_a_time), list[int]()
+    lm = engine.model.base_lm
+    long = {**ASK, "max_tokens": 60, "logit_bias": {str(token): -100 for token in lm.end_tokens}}
+    read = lm._read
+
+    def slow(ids: Any, *rest: Any) -> Any:
+        rows.append(len(ids))
+        time.sleep(0.03)
+        return read(ids, *rest)
+
+    with one_at_a_time.client() as client, ThreadPoolExecutor(1) as pool:
+        monkeypatch.setattr(lm, "_read", slow)
+        expected = [client.post("/v1/chat/completions", json=body).json() for body in (long, ASK)]
+        alone = max(rows)
+        rows.clear()
+        waiting = pool.submit(client.post, "/v1/chat/completions", json=long)
+        wait_until(lambda: len(rows) > 2)
+        short = client.post("/v1/chat/completions", json=ASK).json()
+        assert not waiting.done()
+        assert max(rows) == 2 * alone
+        found = [waiting.result().json(), short]
+    for one, same in zip(found, expected, strict=True):
+        assert (one["choices"], one["usage"]) == (same["choices"], same["usage"])
+
+
 def test_a_question_of_a_client_that_left_is_not_asked(one_at_a_time: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     engine, batches = engine_of(one_at_a_time), list[int]()
     monkeypatch.setattr(engine, "on_batch", batches.append)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,8 @@ import openai
 import pytest
 
 from mac_rag.data.types import Decoded, Token
+from mac_rag.lm.continuous_batch import Answers
+from mac_rag.lm.decoding import GREEDY
 from mac_rag.model import OwnKVModel
 from mac_rag.server.requests import ChatRequest
 from mac_rag.server.structured import wanted
@@ -37,9 +39,13 @@ class LM:
         self.model, self.says = model, ""
         self.read: list[str] = []
 
-    def generate(self, ids: Any, *_: Any, **__: Any) -> list[Decoded]:
+    def begin(self, batch: Any, ids: Any, *_: Any, tell: Callable[..., Any], **__: Any) -> Answers:
         self.read += [self.model.base_lm.tokenizer.decode(row) for row in ids]
-        return [Decoded(self.says, [Token(1)], True)] * len(ids)
+        for row in range(len(ids)):
+            tell(row, Decoded(self.says, [Token(1)], True))
+        return Answers(
+            len(ids), most=1, sampling=GREEDY, processors=[], ensemble=None, end_tokens=[], write=lambda _: []
+        )
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +57,7 @@ def model(model_folder: Folder) -> OwnKVModel:
 def lm(model: OwnKVModel, monkeypatch: pytest.MonkeyPatch) -> LM:
     """In place of the LM's words, which are those of random weights."""
     made = LM(model)
-    monkeypatch.setattr(model.base_lm, "generate", made.generate)
+    monkeypatch.setattr(model.base_lm, "begin", made.begin)
     return made
 
 
