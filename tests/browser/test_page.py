@@ -416,6 +416,7 @@ def test_the_keyboard_is_enough(browser: Browser, running: Running) -> None:
     with opened(browser, bank(running, "keyboard")) as page:
         press_until(page, "Add documents")
         page.keyboard.press("Enter")
+        expect(page.locator("#add")).to_be_visible()
         press_until(page, "paste-name")
         page.keyboard.type("press")
         press_until(page, "paste-text")
