@@ -105,7 +105,7 @@ on("delete-bank", "click", async () => {
   say(`Bank ${name} is deleted.`);
 });
 
-on("open-add", "click", () => { place(); $("add").showModal(); });
+on("open-add", "click", async () => { await loaded; place(); $("add").showModal(); });
 on("files", "change", async () => {
   const files = [...$("files").files];
   $("files").value = "";
