@@ -66,10 +66,13 @@ class Paced:
     def __init__(self, engine: MACEngine, monkeypatch: pytest.MonkeyPatch) -> None:
         self.engine, self.pool = engine, ThreadPoolExecutor(8)
         self.rows: list[int] = []
+        self._is_before_a_pass = False
         self._go, read = threading.Semaphore(0), engine.model.base_lm._read
 
         def paced(ids: Any, *rest: Any) -> Any:
+            self._is_before_a_pass = True
             assert self._go.acquire(timeout=60)
+            self._is_before_a_pass = False
             output = read(ids, *rest)
             self.rows.append(len(ids))
             return output
@@ -77,10 +80,13 @@ class Paced:
         monkeypatch.setattr(engine.model.base_lm, "_read", paced)
 
     def go_on(self, passes: int) -> None:
-        """Lets some passes happen, and waits until the last of them has ended."""
-        count = len(self.rows) + passes
+        """Lets some passes happen, and waits until the next one is due, or nobody is answered any more.
+
+        So whoever asks then waits until the next pass has been.
+        """
+        count, queue = len(self.rows) + passes, self.engine._queue
         self._go.release(passes)
-        wait_until(lambda: len(self.rows) >= count)
+        wait_until(lambda: len(self.rows) >= count and (self._is_before_a_pass or queue._holder is None))
 
     def free(self) -> None:
         self._go.release(100_000)
