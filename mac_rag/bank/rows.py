@@ -33,7 +33,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from torch import Tensor
 
 from mac_rag.errors import BankError
-from mac_rag.nn.prior import Postings, joined_postings, kept_postings
+from mac_rag.nn.prior import Postings, joined_lexical, kept_lexical
 from mac_rag.nn.product_quantizer import ProductQuantizer
 
 RowDtype: TypeAlias = Literal["fp32", "bf16", "int8", "pq"]
@@ -96,24 +96,15 @@ class Summaries(NamedTuple):
     @classmethod
     def cat(cls, parts: Sequence[Summaries]) -> Summaries:
         """Those of several parts, at least one, in order."""
-        first = parts[0]
         if len(parts) == 1:
-            return first
-        summaries, counts, places, weights = map(torch.cat, list(zip(*parts))[:-1])
-        postings = first.postings
-        if postings is not None:
-            new = counts[len(first.counts) :], places[len(first.places) :], weights[len(first.weights) :]
-            postings = joined_postings(postings, len(first.counts), *new)
-        return cls(summaries, counts, places, weights, postings)
+            return parts[0]
+        return cls(torch.cat([part.summaries for part in parts]), *joined_lexical([part[1:] for part in parts]))
 
     def kept(self, mask: Tensor) -> Summaries:
         """Those of the rows where `mask` `[n]` is True; the same object if these are all."""
         if mask.all():
             return self
-        entries = mask.repeat_interleave(self.counts)
-        postings = None if self.postings is None else kept_postings(self.postings, mask)
-        lexical = self.places.masked_select(entries), self.weights.masked_select(entries)
-        return Summaries(self.summaries[mask], self.counts[mask], *lexical, postings)
+        return Summaries(self.summaries[mask], *kept_lexical(self[1:], mask))
 
 
 class RowLayout(BaseModel):

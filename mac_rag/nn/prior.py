@@ -16,6 +16,9 @@ from mac_rag.nn.memory_tokens import MemoryTokens
 
 # The offsets of the places in the other two `[L + 1]`; documents, int32, and numbers, place after place.
 Postings: TypeAlias = tuple[Tensor, Tensor, Tensor]
+# Lexical vectors of K documents without their zeros: counts, places and weights, as in `PriorKeys`, and their postings,
+# where they are known.
+Lexical: TypeAlias = tuple[Tensor, Tensor, Tensor, Postings | None]
 _PART = 1 << 20  # entries of postings that are chosen from at a time, as int64 numbers of all would take much memory
 
 
@@ -139,6 +142,26 @@ def joined_postings(postings: Postings, documents: int, counts: Tensor, places: 
     return ends + new_ends, woven(postings[1], others + documents), woven(postings[2], their_weights)
 
 
+def joined_lexical(parts: Sequence[Lexical]) -> Lexical:
+    """The lexical vectors of several parts, at least one, in order; their postings if those of the first are known."""
+    first_counts, first_places, first_weights, postings = parts[0]
+    counts, places, weights = map(torch.cat, list(zip(*parts, strict=True))[:-1])
+    if postings is not None:
+        new = counts[len(first_counts) :], places[len(first_places) :], weights[len(first_weights) :]
+        postings = joined_postings(postings, len(first_counts), *new)
+    return counts, places, weights, postings
+
+
+def kept_lexical(lexical: Lexical, mask: Tensor) -> Lexical:
+    """The lexical vectors of those of K documents where `mask` `[K]` is True."""
+    counts, places, weights, postings = lexical
+    entries = mask.repeat_interleave(counts)
+    if postings is not None:
+        postings = kept_postings(postings, mask)
+    # For one dimension, `masked_select` takes a third of the time of an index.
+    return counts[mask], places.masked_select(entries), weights.masked_select(entries), postings
+
+
 class PriorKeys:
     """Keys of K documents, each `[dense, lexical]` of width P + L, without the zeros of the lexical parts.
 
@@ -187,16 +210,10 @@ class PriorKeys:
     @classmethod
     def cat(cls, parts: Sequence[PriorKeys]) -> PriorKeys:
         """The keys of several parts, at least one, in order."""
-        first = parts[0]
         if len(parts) == 1:
-            return first
-        columns = ((part.dense, part.counts, part.places, part.weights) for part in parts)
-        dense, counts, places, weights = map(torch.cat, zip(*columns, strict=True))
-        postings = first._known_postings
-        if postings is not None:
-            new = counts[len(first) :], places[len(first.places) :], weights[len(first.weights) :]
-            postings = joined_postings(postings, len(first), *new)
-        return cls(dense, counts, places, weights, first.width, postings)
+            return parts[0]
+        counts, places, weights, postings = joined_lexical([part._lexical for part in parts])
+        return cls(torch.cat([part.dense for part in parts]), counts, places, weights, parts[0].width, postings)
 
     def __len__(self) -> int:
         """K."""
@@ -206,11 +223,8 @@ class PriorKeys:
         """The keys of the documents where `mask` `[K]` is True; this object itself if that is all of them."""
         if mask.all():
             return self
-        entries = mask.repeat_interleave(self.counts)
-        postings = None if self._known_postings is None else kept_postings(self._known_postings, mask)
-        # For one dimension, `masked_select` takes a third of the time of an index.
-        lexical = self.places.masked_select(entries), self.weights.masked_select(entries)
-        return PriorKeys(self.dense[mask], self.counts[mask], *lexical, self.width, postings)
+        counts, places, weights, postings = kept_lexical(self._lexical, mask)
+        return PriorKeys(self.dense[mask], counts, places, weights, self.width, postings)
 
     def products(self, queries: Tensor) -> Tensor:
         """The product of every query with every key, `[B, K]`.
@@ -239,8 +253,8 @@ class PriorKeys:
         return products
 
     @property
-    def _known_postings(self) -> Postings | None:
-        return self.__dict__.get("_postings")
+    def _lexical(self) -> Lexical:
+        return self.counts, self.places, self.weights, self.__dict__.get("_postings")
 
     @cached_property
     def _postings(self) -> Postings:
