@@ -390,7 +390,7 @@ class BaseLM(nn.Module):
         """
         if self.abstention is None:
             return None
-        return AbstainByMajority(self.abstention[:1] if self.prompts.format.chat else self.abstention, 0)
+        return AbstainByMajority(self.abstention[:1] if self.prompts.format.chat else self.abstention)
 
     @cached_property
     def abstention(self) -> list[int] | None:

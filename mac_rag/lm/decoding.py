@@ -212,7 +212,7 @@ def abstention_beginning(prompts: PromptEncoder) -> list[int] | None:
     return ids[:count]
 
 
-class AbstainByMajority(LogitsProcessor):
+class AbstainByMajority:
     """Lets an answer begin as the abstention only if that has at least half of the probability.
 
     All abstentions begin alike, but answers in many ways. So the abstention's token can be the most probable one even
@@ -220,16 +220,13 @@ class AbstainByMajority(LogitsProcessor):
 
     Args:
         beginning: the tokens that the abstention begins with; the last one distinguishes it from answers.
-        prompt_length: padded length of the prompts; answers begin after them.
     """
 
-    def __init__(self, beginning: Sequence[int], prompt_length: int) -> None:
+    def __init__(self, beginning: Sequence[int]) -> None:
         *self._common, self._token = beginning
-        self._prompt_length = prompt_length
 
-    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        """Logits `[B, vocabulary]` of the token after `input_ids` `[B, L]`."""
-        said = input_ids[:, self._prompt_length :]
+    def __call__(self, said: Tensor, scores: Tensor) -> Tensor:
+        """Logits `[B, vocabulary]` of the token after answers `[B, L]`, without their prompts."""
         if said.shape[1] != len(self._common):
             return scores
         elsewhere = (said != said.new_tensor(self._common)).any(1)
