@@ -456,7 +456,7 @@ def crowd(
     questions = list({question.gold: question.question for question in about}.values())
     smooth = median(gaps(questions[0]))
     table = Table(
-        "questions", "one after another, s", "at a time, s", "ratio", "the same answers",
+        "questions", "one after another, s", "at a time, s", "ratio", "the same answers", "as streams, s", "ratio",
         "stream beside, s a token", "of alone",
     )  # fmt: skip
     for count in whole_numbers("--sizes", sizes):
@@ -468,12 +468,17 @@ def crowd(
         def together(asked: Sequence[str] = asked) -> list[str]:
             return [answer.text for answer in engine.answer(asked)]
 
+        def streamed(asked: Sequence[str] = asked) -> list[str]:
+            with ThreadPoolExecutor(len(asked)) as pool:
+                return list(pool.map(lambda question: "".join(engine.stream(question)), asked))
+
         same = sum(a == b for a, b in zip(alone(), together(), strict=True))
-        seconds = least({"alone": alone, "together": together}, rounds)
+        seconds = least({"alone": alone, "together": together, "streamed": streamed}, rounds)
         gap = median(gaps_beside(asked))
         table.add_row(
             str(count), f"{seconds['alone']:.2f}", f"{seconds['together']:.2f}",
-            f"{seconds['alone'] / seconds['together']:.2f}", f"{same} of {count}", f"{gap:.3f}", f"{gap / smooth:.1f}",
+            f"{seconds['alone'] / seconds['together']:.2f}", f"{same} of {count}", f"{seconds['streamed']:.2f}",
+            f"{seconds['alone'] / seconds['streamed']:.2f}", f"{gap:.3f}", f"{gap / smooth:.1f}",
         )  # fmt: skip
     say(f"{lm}, {torch.get_num_threads()} threads, {len(chosen)} paragraphs")
     Console().print(table)

@@ -19,7 +19,7 @@ from mac_rag.batching_queue import Batch, isolating_errors
 from mac_rag.data.characters import check_text
 from mac_rag.data.metrics import comparable
 from mac_rag.data.provenance import content_hash
-from mac_rag.data.types import Answer, Decoded, Document, Source
+from mac_rag.data.types import Answer, Decoded, Document, Source, Token
 from mac_rag.errors import ConfigError
 from mac_rag.lm.chat import Message
 from mac_rag.lm.continuous_batch import ContinuousBatch
@@ -50,11 +50,13 @@ class Call:
         questions: texts or fitted prompts.
         contexts: documents for each question; None to retrieve them.
         begin: answers calls that may share a batch, by steps of the LM's batch.
+        hear: called with the tokens of an answer that goes on, after each of them; True ends the answer there.
     """
 
     questions: Sequence[str | FittedPrompt]
     contexts: Sequence[Sequence[str]] | None
     begin: Callable[[Batch[Call], ContinuousBatch], Steps]
+    hear: Callable[[Sequence[Token]], bool] | None = None
 
 
 @dataclass(frozen=True)
@@ -70,10 +72,10 @@ class Settings:
     overflow: Literal["error", "truncate"]
     max_new_tokens: int | None
     sampling: Sampling
-    sources: int
-    min_confidence: float | None
-    batch_size: int
-    progress: bool
+    sources: int = 0
+    min_confidence: float | None = None
+    batch_size: int = 32
+    progress: bool = False
 
     def __post_init__(self) -> None:
         if self.sources < 0:
@@ -117,12 +119,13 @@ def group_of(allowed: Container[str] | None) -> Hashable:
 
 @dataclass(frozen=True)
 class _Prepared:
-    """A question that is ready for the LM: its call and place in it, its prompt and its documents."""
+    """A question that is ready for the LM: its call and place in it, its prompt, its documents, and who hears it."""
 
     call: int
     place: int
     prompt: FittedPrompt
     hits: Contexts
+    hear: Callable[[Sequence[Token]], bool] | None
 
 
 def answer_together(calls: Batch[Call]) -> Generator[None, None, None]:
@@ -274,7 +277,7 @@ def _prepared(
             overflow=settings.overflow,
             max_new_tokens=settings.max_new_tokens,
         )
-        prepared.append(_Prepared(number, place, prompt, hits))
+        prepared.append(_Prepared(number, place, prompt, hits, call.hear))
     return prepared
 
 
@@ -351,10 +354,16 @@ def _answer(
     # What needs further passes of the LM or of the memory is done for all questions at once.
     waits = settings.min_confidence is not None or not reader.model.base_lm.keeps_letters
     left, ended = len(prompts), dict[int, Decoded]()
+
+    def hear(row: int, said: Sequence[Token]) -> bool:
+        own = asked_together[row].hear
+        return own is not None and own(said)
+
     parts = reader.model.begin(
         batch,
         prompts,
         ended.__setitem__,
+        hear=hear,
         modulation=None if aggregated is None else aggregated.phi,
         max_new_tokens=settings.max_new_tokens,
         memory_weight=settings.memory_weight,

@@ -45,7 +45,7 @@ class _Entry:
         done: True once there is an outcome.
         abandoned: True once its thread has stopped waiting.
         cancelled: True once nobody waits for the outcome any more; None if somebody always does.
-        soon: True for one of many short turns, such as each token of a stream.
+        soon: True for a short turn, such as a retrieval.
         owner: `OWNER` of the thread.
         inherited: the batch with which its thread is to go on, because another one has left it.
     """

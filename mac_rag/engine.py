@@ -11,8 +11,10 @@ import logging
 import threading
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from contextvars import copy_context
 from dataclasses import replace
 from functools import partial
+from queue import SimpleQueue
 from typing import TYPE_CHECKING, Literal
 from weakref import WeakKeyDictionary
 
@@ -27,11 +29,8 @@ from mac_rag.asking import (
     aggregate_prompts,
     answer_calls,
     answer_together,
-    contexts_of,
     evidence_from,
-    fitted,
     group_of,
-    in_their_letters,
     written,
 )
 from mac_rag.bank.bank import MemoryBank
@@ -43,8 +42,9 @@ from mac_rag.batching_queue import Batch, BatchingQueue, isolating_errors
 from mac_rag.config import AttentionConfig, BoundConfig
 from mac_rag.data.characters import check_text
 from mac_rag.data.dates import AsOf, moment_of_question
-from mac_rag.data.types import AdaptReport, Answer, Decoded, Document, Source
+from mac_rag.data.types import AdaptReport, Answer, Decoded, Document, Source, Token
 from mac_rag.errors import ConfigError, MACError
+from mac_rag.lm.base_lm import Pieces
 from mac_rag.lm.continuous_batch import ContinuousBatch
 from mac_rag.lm.decoding import GREEDY, Sampling
 from mac_rag.lm.prompt import FittedPrompt
@@ -380,15 +380,7 @@ class MACEngine:
             batch_size=batch_size,
             progress=progress,
         )
-        return self._queue.submit(
-            answer_together,
-            Call(questions, contexts, partial(self._answer, settings)),
-            group=(id(self), settings.group),
-            size=len(questions),
-            limit=batch_size,
-            joins=answer_together,
-            cancelled=cancelled,
-        )
+        return self._submit(Call(questions, contexts, partial(self._answer, settings)), settings, cancelled)
 
     def _answer(self, settings: Settings, calls: Batch[Call], batch: ContinuousBatch) -> Steps:
         if self.on_batch is not None:
@@ -419,56 +411,78 @@ class MACEngine:
     ) -> Iterator[Decoded]:
         """Yields the answer to one question piece by piece; the joined pieces equal what `answer` returns.
 
-        Takes the arguments of `answer`.
+        Takes the arguments of `answer`. The LM writes it together with other answers, whether or not its pieces are
+        taken, and stops once the iterator is closed.
 
         Raises:
             BankError, DataError, DocumentError, FingerprintError: as `answer`; at the call, not at the first piece.
         """
-        moment = moment_of_question(as_of)
-        with self._queue.turn(soon=True), self._question() as found:
-            allowed = self._known(allowed, moment)
-            retriever = found if use_retriever else None
-            [hits] = contexts_of(
-                [question], None if contexts is None else [contexts], retriever, self.k if k is None else k, allowed
-            )
-            prompt = fitted(
-                self._reader,
-                question,
-                hits,
-                use_memory=use_memory,
-                allowed=allowed,
-                scored=contexts is None and retriever is not None and retriever.scored,
-                overflow=overflow,
-                max_new_tokens=max_new_tokens,
-            )
-            phi = aggregate_prompts(self._reader, [prompt], allowed).phi if use_memory else None
-            pieces = self.model.stream(
-                prompt,
-                modulation=phi,
-                max_new_tokens=max_new_tokens,
-                memory_weight=self.memory_weight if memory_weight is None else memory_weight,
-                sampling=sampling,
-            )
-            if not self.model.base_lm.keeps_letters:  # the whole answer tells which letters its document has
+        settings = Settings(
+            use_memory=use_memory,
+            use_retriever=use_retriever,
+            k=self.k if k is None else k,
+            memory_weight=self.memory_weight if memory_weight is None else memory_weight,
+            allowed=allowed,
+            as_of=moment_of_question(as_of),
+            overflow=overflow,
+            max_new_tokens=max_new_tokens,
+            sampling=sampling,
+        )
+        lm, closed = self.model.base_lm, threading.Event()
+        pieces = Pieces(lm.tokenizer, sampling)
+        said: SimpleQueue[Decoded | BaseException | None] = SimpleQueue()
 
-                def whole(parts: Iterator[Decoded] = pieces) -> Iterator[Decoded]:
-                    said = list(parts)
-                    [text] = in_their_letters(
-                        self._reader, [prompt], ["".join(said)], [()], allowed, with_memory=use_memory
-                    )
-                    yield Decoded(text, (token for piece in said for token in piece.tokens), any(p.ended for p in said))
+        def hear(tokens: Sequence[Token]) -> bool:
+            if lm.keeps_letters:  # otherwise the whole answer tells which letters its document has
+                for piece in pieces.after(tokens):
+                    said.put(piece)
+            return closed.is_set() or not threading.main_thread().is_alive()
 
-                pieces = whole()
-            first = next(pieces, None)
+        def ask() -> None:
+            call = Call([question], None if contexts is None else [contexts], partial(self._answer, settings), hear)
+            try:
+                [answer] = self._submit(call, settings, closed.is_set)
+                assert answer.decoded is not None
+                for piece in pieces.last(Decoded(answer.text, answer.decoded.tokens, answer.decoded.ended)):
+                    said.put(piece)
+            except BaseException as error:
+                said.put(error)
+            said.put(None)
 
-        def locked() -> Iterator[Decoded]:
-            piece = first
-            while piece is not None:
-                yield piece
-                with self._queue.turn(soon=True):
-                    piece = next(pieces, None)
+        def received() -> Decoded | None:
+            piece = said.get()
+            if isinstance(piece, BaseException):
+                raise piece
+            return piece
 
-        return locked()
+        def told() -> Iterator[Decoded]:
+            try:
+                piece = received()
+                yield Decoded("")  # for whoever calls this method, who has the errors
+                while piece is not None:
+                    yield piece
+                    piece = received()
+            finally:
+                closed.set()
+
+        if self._queue.is_mine:  # no other thread could have a turn
+            ask()
+        else:
+            threading.Thread(target=copy_context().run, args=(ask,), name="stream").start()
+        stream = told()
+        next(stream)
+        return stream
+
+    def _submit(self, call: Call, settings: Settings, cancelled: Callable[[], bool] | None) -> list[Answer]:
+        return self._queue.submit(
+            answer_together,
+            call,
+            group=(id(self), settings.group),
+            size=len(call.questions),
+            limit=settings.batch_size,
+            joins=answer_together,
+            cancelled=cancelled,
+        )
 
     def wait_for_crowds(self, seconds: float) -> None:
         """Lets a batch wait for further questions as long as each comes within so many seconds of the one before.

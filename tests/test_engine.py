@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 import time
 from collections.abc import Callable
@@ -231,11 +232,9 @@ def test_a_long_answer_gives_way_and_keeps_its_snapshot(
         assert short == engine.answer(QUESTIONS[2:3], max_new_tokens=2)
 
 
-def test_a_stream_goes_on_between_the_tokens_of_a_batch(engine: MACEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    engine.adapt(STREAM.documents[:6])
-    endless = Sampling(bias=tuple((token, -1e9) for token in engine.model.base_lm.end_tokens))
-    long: dict[str, Any] = {"max_new_tokens": 40, "sampling": endless}
-    expected = [answer.text for answer in engine.answer(QUESTIONS[:3], **long)]
+@pytest.fixture
+def passes(engine: MACEngine, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The number of rows of each pass of the LM from now on; passes are slow."""
     forward, rows = engine.model.base_lm._read, list[int]()
 
     def noted(ids: torch.Tensor, *rest: Any) -> Any:
@@ -243,14 +242,56 @@ def test_a_stream_goes_on_between_the_tokens_of_a_batch(engine: MACEngine, monke
         time.sleep(0.002)
         return forward(ids, *rest)
 
-    with ThreadPoolExecutor(1) as pool:
-        monkeypatch.setattr(engine.model.base_lm, "_read", noted)
-        waiting = pool.submit(engine.answer, QUESTIONS[:2], **long)
-        wait_until(lambda: bool(rows))
+    monkeypatch.setattr(engine.model.base_lm, "_read", noted)
+    return rows
+
+
+class TestStreamsTogether:
+    @pytest.fixture
+    def long(self, engine: MACEngine) -> dict[str, Any]:
+        endless = Sampling(bias=tuple((token, -1e9) for token in engine.model.base_lm.end_tokens))
+        return {"max_new_tokens": 40, "sampling": endless}
+
+    @pytest.fixture
+    def expected(self, engine: MACEngine, long: dict[str, Any]) -> list[str]:
+        engine.adapt(STREAM.documents[:6])
+        return [answer.text for answer in engine.answer(QUESTIONS[:3], **long)]
+
+    def test_a_stream_joins_answers_that_are_being_written(
+        self, engine: MACEngine, long: dict[str, Any], expected: list[str], passes: list[int]
+    ) -> None:
+        with ThreadPoolExecutor(1) as pool:
+            waiting = pool.submit(engine.answer, QUESTIONS[:2], **long)
+            wait_until(lambda: bool(passes))
+            assert "".join(engine.stream(QUESTIONS[2], **long)) == expected[2]
+            assert [answer.text for answer in waiting.result(60)] == expected[:2]
+        assert 3 in passes
+        assert len(passes) < 70
+
+    def test_streams_are_written_together(
+        self, engine: MACEngine, long: dict[str, Any], expected: list[str], passes: list[int]
+    ) -> None:
+        streams = [engine.stream(question, **long) for question in QUESTIONS[:3]]
+        assert ["".join(stream) for stream in streams] == expected
+        assert 3 in passes
+        assert len(passes) < 100
+
+    def test_a_closed_or_forgotten_stream_ends(
+        self, engine: MACEngine, long: dict[str, Any], expected: list[str], passes: list[int]
+    ) -> None:
+        stream, forgotten = (engine.stream(question, **long) for question in QUESTIONS[:2])
+        stream.close()  # type: ignore[attr-defined]
+        del forgotten
+        gc.collect()
         assert "".join(engine.stream(QUESTIONS[2], **long)) == expected[2]
-        assert rows.count(2) < 40, "the stream waited for the batch"
-        assert [answer.text for answer in waiting.result(60)] == expected[:2]
-    assert len(rows) == 80
+        assert passes[-1] == 1
+        assert sum(passes) < 90
+
+    def test_a_stream_within_a_turn_of_its_thread(
+        self, engine: MACEngine, long: dict[str, Any], expected: list[str]
+    ) -> None:
+        with engine.turn():
+            assert "".join(engine.stream(QUESTIONS[0], **long)) == expected[0]
 
 
 def test_batches_and_recent_questions_are_counted(engine: MACEngine) -> None:

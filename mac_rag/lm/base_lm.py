@@ -13,7 +13,7 @@ from torch.nn import functional
 from transformers import DynamicCache
 
 from mac_rag.config import BaseLMConfig, ModulationConfig, PromptFormat
-from mac_rag.data.types import Decoded
+from mac_rag.data.types import Decoded, Token
 from mac_rag.errors import ModelLoadError
 from mac_rag.lm.architectures import architecture_of
 from mac_rag.lm.batching import pad_rows
@@ -40,6 +40,34 @@ from mac_rag.nn.modulation import LMShape, Modulation, attached, linear_names
 # Last names of the linear layers that compute queries and values, which LoRA changes: in Llama, Mistral and Qwen; in
 # BERT; and in GPT-2, GPT-NeoX and Phi-3, where one layer computes queries, keys and values.
 LORA_TARGETS = ("q_proj", "v_proj", "query", "value", "c_attn", "query_key_value", "qkv_proj")
+
+
+class Pieces:
+    """The pieces of an answer that is being written. Joined, they are the answer.
+
+    Args:
+        tokenizer: the LM's tokenizer.
+        sampling: as the answer is written.
+    """
+
+    def __init__(self, tokenizer: Any, sampling: Sampling) -> None:
+        self._tokenizer, self._sampling = tokenizer, sampling
+        self._text, self._told = "", 0  # the text and the number of tokens that the pieces have
+
+    def after(self, said: Sequence[Token]) -> Iterator[Decoded]:
+        """The piece that is certain after some tokens, if there is one."""
+        text = self._tokenizer.decode([token.id for token in said], skip_special_tokens=True).lstrip()
+        # Hold back an incomplete character (it may need several tokens) and a trailing space (the answer may end).
+        whole = self._sampling.settled(text).rstrip("\N{REPLACEMENT CHARACTER}").rstrip()
+        if len(whole) > len(self._text):
+            yield Decoded(whole[len(self._text) :], said[self._told :])
+            self._text, self._told = whole, len(said)
+
+    def last(self, answer: Decoded) -> Iterator[Decoded]:
+        """The rest of the answer, if there is one; it is empty if the last tokens have no text of their own."""
+        rest = answer[len(self._text) :]
+        if rest or self._told < len(answer.tokens):
+            yield Decoded(rest, answer.tokens[self._told :], answer.ended)
 
 
 class BaseLM(nn.Module):
@@ -281,13 +309,14 @@ class BaseLM(nn.Module):
         sampling: Sampling = GREEDY,
         sources: Sequence[Sequence[SpanSource]] | None = None,
         tell: Callable[[int, Decoded], object] | None = None,
+        hear: Callable[[int, Sequence[Token]], bool] | None = None,
     ) -> Answers:
         """Adds the answers to some prompts to those that are being written; a later step of the batch reads them.
 
         Args:
             batch: the batch, of which this LM writes all answers.
             prompts, modulation, max_new_tokens, weights, sampling, sources: as `generate` takes them.
-            tell: as `Answers` takes it.
+            tell, hear: as `Answers` takes them.
         """
         rows = len(prompts)
         prompts, modulation, ensemble = _with_and_without(prompts, modulation, weights)
@@ -300,6 +329,7 @@ class BaseLM(nn.Module):
             end_tokens=self.end_tokens,
             write=self._decoded,
             tell=tell,
+            hear=hear,
         )
         batch.add(
             answers,
@@ -364,23 +394,14 @@ class BaseLM(nn.Module):
             batch, [prompt], modulation, max_new_tokens=max_new_tokens, weights=weights, sampling=sampling,
             sources=sources,
         )  # fmt: skip
-        sent, told = "", 0  # the text and the number of tokens that the pieces have
+        pieces = Pieces(self.tokenizer, sampling)
         while True:
             batch.step()
             answers.check()
-            [said] = answers.said
             if answers.over:
                 break
-            text = self.tokenizer.decode([token.id for token in said], skip_special_tokens=True).lstrip()
-            # Hold back an incomplete character (it may need several tokens) and a trailing space (the answer may end).
-            whole = sampling.settled(text).rstrip("\N{REPLACEMENT CHARACTER}").rstrip()
-            if len(whole) > len(sent):
-                yield Decoded(whole[len(sent) :], said[told:])
-                sent, told = whole, len(said)
-        answer = answers.ended[0]
-        rest: str = answer[len(sent) :]
-        if rest or told < len(said):
-            yield Decoded(rest, said[told:], answer.ended)
+            yield from pieces.after(answers.said[0])
+        yield from pieces.last(answers.ended[0])
 
     def _abstaining(self) -> AbstainByMajority | None:
         """Decides when the LM may abstain; None if it has not learned to.

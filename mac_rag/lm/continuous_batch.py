@@ -115,6 +115,8 @@ class Answers:
         end_tokens: ids of the tokens that end an answer.
         write: from tokens `[B, L]` to texts.
         tell: called with the number and the text of each answer that ends; it must not raise an exception.
+        hear: called with the number and the tokens of each answer that goes on, after each token; an answer of which it
+            says True ends there. It must not raise an exception.
 
     Attributes:
         said: for each prompt the tokens of its answer so far, without one that ends it.
@@ -133,6 +135,7 @@ class Answers:
         end_tokens: Collection[int],
         write: Callable[[Tensor], list[str]],
         tell: Callable[[int, Decoded], object] | None = None,
+        hear: Callable[[int, Sequence[Token]], bool] | None = None,
     ) -> None:
         self.said: list[list[Token]] = [[] for _ in range(rows)]
         self.ended: dict[int, Decoded] = {}
@@ -140,7 +143,7 @@ class Answers:
         self._most, self._sampling, self._end_tokens = most, sampling, frozenset(end_tokens)
         self._choose = TokenChoice(sampling, rows)
         self._processors, self._ensemble = list(processors), ensemble
-        self._write, self._tell = write, tell
+        self._write, self._tell, self._hear = write, tell, hear
         self._live = list(range(rows))  # the numbers of the answers that the LM goes on with, ended ones among them
         self._tokens: Tensor | None = None  # [rows of the LM, L], the answers so far
 
@@ -193,7 +196,7 @@ class Answers:
             if sampling.stop:
                 [text] = self._write(self._tokens[place : place + 1])
                 has_ended = is_last or sampling.until_stop(text)[1]
-            if has_ended or not self.left:
+            if has_ended or not self.left or (self._hear is not None and self._hear(row, self.said[row])):
                 if text is None:
                     [text] = self._write(self._tokens[place : place + 1])
                 answer = self.ended[row] = Decoded(sampling.until_stop(text)[0].strip(), self.said[row], has_ended)
@@ -223,7 +226,7 @@ class Answers:
 
     def drop(self) -> None:
         """Ends all answers where they are; nobody is told."""
-        self._tell = None
+        self._tell = self._hear = None
         for row in range(len(self.said)):
             self.ended.setdefault(row, Decoded(""))
 

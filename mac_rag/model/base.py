@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from mac_rag.config import BaseLMConfig, Config, PromptFormat
 from mac_rag.data.characters import fault_of, shown
-from mac_rag.data.types import Decoded, Document
+from mac_rag.data.types import Decoded, Document, Token
 from mac_rag.errors import ConfigError, DocumentError, ModelLoadError, PromptError
 from mac_rag.lm.base_lm import BaseLM
 from mac_rag.lm.batching import length_buckets
@@ -459,6 +459,7 @@ class MACModel(nn.Module, ABC):
         prompts: Sequence[FittedPrompt],
         tell: Callable[[int, Decoded], object],
         *,
+        hear: Callable[[int, Sequence[Token]], bool] | None = None,
         modulation: Phi | None = None,
         max_new_tokens: int | None = None,
         memory_weight: float | None = None,
@@ -471,6 +472,7 @@ class MACModel(nn.Module, ABC):
             prompts: B questions.
             tell: called with the number and the answer of each question once its answer has ended; it must not raise
                 an exception.
+            hear: called with the number and the tokens of each answer that goes on; as `Answers` takes it.
             modulation, max_new_tokens, memory_weight, sampling: as `generate` takes them.
 
         Returns:
@@ -489,7 +491,8 @@ class MACModel(nn.Module, ABC):
                 weights=None if weights is None else [weights[i] for i in rows],
                 sampling=sampling,
                 sources=self.span_sources([prompts[i] for i in rows]),
-                tell=partial(_tell, tell, rows),
+                tell=partial(_of_row, tell, rows),
+                hear=hear and partial(_of_row, hear, rows),
             )
             for rows in self._batches(prompts, modulation)
         ]
@@ -640,8 +643,8 @@ def _kinds_of(cls: type[_Model]) -> list[type[_Model]]:
     return [kind for kind in _KINDS.values() if issubclass(kind, cls)]
 
 
-def _tell(tell: Callable[[int, Decoded], object], rows: Sequence[int], place: int, answer: Decoded) -> None:
-    tell(rows[place], answer)
+def _of_row(call: Callable[[int, Any], Any], rows: Sequence[int], place: int, said: Any) -> Any:
+    return call(rows[place], said)
 
 
 def log_odds_of_answering(losses: Sequence[Tensor]) -> Tensor:
