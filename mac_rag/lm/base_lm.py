@@ -14,7 +14,7 @@ from transformers import DynamicCache
 
 from mac_rag.config import BaseLMConfig, ModulationConfig, PromptFormat
 from mac_rag.data.types import Decoded, Token
-from mac_rag.errors import ModelLoadError
+from mac_rag.errors import MACError, ModelLoadError
 from mac_rag.lm.architectures import architecture_of
 from mac_rag.lm.batching import pad_rows
 from mac_rag.lm.chat import prompt_encoder
@@ -59,12 +59,21 @@ class Pieces:
         text = self._tokenizer.decode([token.id for token in said], skip_special_tokens=True).lstrip()
         # Hold back an incomplete character (it may need several tokens) and a trailing space (the answer may end).
         whole = self._sampling.settled(text).rstrip("\N{REPLACEMENT CHARACTER}").rstrip()
-        if len(whole) > len(self._text):
+        if len(whole) > len(self._text) and whole.startswith(self._text):
             yield Decoded(whole[len(self._text) :], said[self._told :])
             self._text, self._told = whole, len(said)
 
     def last(self, answer: Decoded) -> Iterator[Decoded]:
-        """The rest of the answer, if there is one; it is empty if the last tokens have no text of their own."""
+        """The rest of the answer, if there is one; it is empty if the last tokens have no text of their own.
+
+        Raises:
+            MACError: for another answer than the one whose pieces there have been.
+        """
+        if not answer.startswith(self._text):
+            raise MACError(
+                "the thread that wrote this answer was interrupted, and another one began it again in other words; ask "
+                "again"
+            )
         rest = answer[len(self._text) :]
         if rest or self._told < len(answer.tokens):
             yield Decoded(rest, answer.tokens[self._told :], answer.ended)

@@ -18,9 +18,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 from transformers.cache_utils import DynamicSlidingWindowLayer
 
 from mac_rag.config import BaseLMConfig, PromptFormat
-from mac_rag.data.types import Decoded
-from mac_rag.errors import ConfigError, ModelLoadError
-from mac_rag.lm.base_lm import BaseLM
+from mac_rag.data.types import Decoded, Token
+from mac_rag.errors import ConfigError, MACError, ModelLoadError
+from mac_rag.lm.base_lm import BaseLM, Pieces
 from mac_rag.lm.continuous_batch import ContinuousBatch
 from mac_rag.lm.decoding import (
     AbstainByMajority,
@@ -606,3 +606,16 @@ def test_other_kinds_of_layers_of_a_cache_stay() -> None:
     cache = DynamicCache()
     cache.layers.append(DynamicSlidingWindowLayer(sliding_window=4))
     assert type(growing(cache).layers[0]) is DynamicSlidingWindowLayer
+
+
+def test_pieces_of_an_answer_that_begins_again_are_of_one_answer(tiny_model: MACModel) -> None:
+    tokenizer = tiny_model.base_lm.tokenizer
+    said = [Token(one) for one in tokenizer.encode("Ada Voss opened the museum", add_special_tokens=False)]
+    other = [Token(one) for one in tokenizer.encode("A storm closed the port for days", add_special_tokens=False)]
+    pieces = Pieces(tokenizer, Sampling())
+    [begun] = pieces.after(said[:3])
+    assert not [*pieces.after(said[:1]), *pieces.after(other)]
+    whole = Decoded(tokenizer.decode([token.id for token in said]), said)
+    with pytest.raises(MACError, match="began it again in other words"):
+        list(pieces.last(Decoded(tokenizer.decode([token.id for token in other]), other)))
+    assert begun + "".join(pieces.last(whole)) == whole
