@@ -221,7 +221,7 @@ def answer_calls(
             yield from _answer(ready[first : first + settings.batch_size], settings, reader, batch, take)
 
 
-def contexts_of(
+def _contexts_of(
     questions: Sequence[str | FittedPrompt],
     contexts: Sequence[Sequence[str]] | None,
     retriever: ConsistentRetrieval | None,
@@ -248,13 +248,13 @@ def contexts_of(
 def _contexts_of_calls(
     calls: Sequence[Call], settings: Settings, retriever: ConsistentRetrieval | None
 ) -> list[list[Contexts]]:
-    """`contexts_of` for each call, with one request to the retriever for all of them."""
+    """`_contexts_of` for each call, with one request to the retriever for all of them."""
     questions = [question for call in calls if call.contexts is None for question in call.questions]
-    retrieved = iter(contexts_of(questions, None, retriever, settings.k, settings.allowed))
+    retrieved = iter(_contexts_of(questions, None, retriever, settings.k, settings.allowed))
     return [
         [next(retrieved) for _ in call.questions]
         if call.contexts is None
-        else contexts_of(call.questions, call.contexts, None, settings.k, settings.allowed)
+        else _contexts_of(call.questions, call.contexts, None, settings.k, settings.allowed)
         for call in calls
     ]
 
@@ -267,39 +267,21 @@ def _prepared(
         raise contexts
     prepared = []
     for place, (question, hits) in enumerate(zip(call.questions, contexts, strict=True)):
-        prompt = fitted(
-            reader,
-            question,
-            hits,
-            use_memory=settings.use_memory,
-            allowed=settings.allowed,
-            scored=scored,
-            overflow=settings.overflow,
-            max_new_tokens=settings.max_new_tokens,
-        )
+        prompt = question if isinstance(question, FittedPrompt) else _fitted(question, hits, settings, reader, scored)
         prepared.append(_Prepared(number, place, prompt, hits, call.hear))
     return prepared
 
 
-def fitted(
-    reader: Reader,
-    question: str | FittedPrompt,
-    hits: Contexts,
-    *,
-    use_memory: bool,
-    allowed: Container[str] | None,
-    scored: bool,
-    overflow: Literal["error", "truncate"],
-    max_new_tokens: int | None,
-) -> FittedPrompt:
+def _fitted(question: str, hits: Contexts, settings: Settings, reader: Reader, scored: bool) -> FittedPrompt:
     """The prompt of a question: documents that the reader reads from the bank are not in it; see `Reader.apart`."""
-    if isinstance(question, FittedPrompt):
-        return question
 
     def write(texts: Sequence[str]) -> FittedPrompt:
-        return reader.model.fit_to_window(question, texts, overflow=overflow, max_new_tokens=max_new_tokens)
+        return reader.model.fit_to_window(
+            question, texts, overflow=settings.overflow, max_new_tokens=settings.max_new_tokens
+        )
 
-    return written(write, *(reader.apart(hits, allowed, scored=scored) if use_memory else ([], hits)))
+    apart = reader.apart(hits, settings.allowed, scored=scored) if settings.use_memory else ([], hits)
+    return written(write, *apart)
 
 
 def written(

@@ -458,7 +458,7 @@ class MACEngine:
         def told() -> Iterator[Decoded]:
             try:
                 piece = received()
-                yield Decoded("")  # for whoever calls this method, who has the errors
+                yield Decoded("")  # until here within the call, which raises what goes wrong
                 while piece is not None:
                     yield piece
                     piece = received()
