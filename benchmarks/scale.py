@@ -15,7 +15,7 @@ from mac_rag.cli.run import run_command
 from mac_rag.cli.terminal import say
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from torch import Tensor
 
@@ -60,7 +60,7 @@ def main(
         row |= in_child(_change, place, count, model, data, questions, seed)
         if count <= _READ_WHOLE:
             row |= in_child(_published, place, count, model, data, questions, seed)
-        say(" | ".join(f"{name} {value:,.4g}" for name, value in {"documents": count, **row}.items()))
+        say(" | ".join([f"documents {count:,}", *(f"{name} {value:,.4g}" for name, value in row.items())]))
 
 
 def _adapt(place: Path, count: int, model: str, data: str | None, rows: Any, seed: int) -> None:
@@ -146,8 +146,9 @@ def _measure(
     first, _ = timed(partial(engine.aggregate, asked[:1]))
     later = [timed(partial(engine.aggregate, [one]))[0] for one in asked[1:]]
     answering = [timed(partial(engine.answer, [one]))[0] for one in asked[1:]]  # phi* is remembered
+    files = [place, *place.parent.glob(f"{place.name}-*")]
     found = {
-        "KiB a document": sum(file.stat().st_size for file in place.parent.glob(f"{place.name}*")) / count / 1024,
+        "KiB a document": sum(file.stat().st_size for file in files) / count / 1024,
         "opening s": opening,
         "first s": first,
         "later s": statistics.median(later),
@@ -178,7 +179,7 @@ def _change(place: Path, count: int, model: str, data: str | None, questions: in
     for number in range(_CHANGED):
         name = str(number * (count // _CHANGED))
         again = Document(name, stream.documents[number].text)
-        steps = {
+        steps: dict[str, Callable[[], object]] = {
             "deleting one": partial(engine.forget, name),
             "question after it": ask,
             "adapting one": partial(engine.adapt, [again]),

@@ -222,14 +222,15 @@ def index_crc(*numbers: int, data: bytes = b"") -> int:
 def followed(known: Tensor, row_keys: Tensor) -> tuple[int, Tensor]:
     """What is left of the rows that were known, `known` `[K]` by their keys, in a later version of a bank.
 
-    New rows come after all others.
+    Keys ascend, and those of new rows are larger than all that were ever given.
 
     Returns:
         How many rows come before the first new one, and which of the K rows they are, bool `[K]`.
     """
-    is_known = torch.isin(row_keys, known, assume_unique=True)
-    first = int(is_known.long().cumprod(0).sum())
-    return first, torch.isin(known, row_keys[:first], assume_unique=True)
+    first = int(torch.searchsorted(row_keys, known[-1:], right=True)) if len(known) else 0
+    remains = torch.zeros(len(known), dtype=torch.bool)
+    remains[np.searchsorted(known.numpy(), row_keys[:first].numpy())] = True
+    return first, remains
 
 
 def id_hashes(document_ids: Sequence[str]) -> Tensor:

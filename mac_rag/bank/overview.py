@@ -118,7 +118,8 @@ def read_overviews(
         for some in torch.arange(first, len(bank.row_keys)).split(chunk_rows) if first < len(bank.row_keys) else ():
             phi = read(some)
             lexical = None if phi.lexical is None else phi.lexical.flatten(1)
-            found.append(_overview(network, network.summaries(phi), lexical))
+            dense, longest = _divided(network, network.summaries(phi))
+            found.append(Overview(PriorKeys.of(dense, lexical), longest))
         return found
     for summaries in bank.overview(first):
         index = torch.arange(start, start + len(summaries.counts))
@@ -142,17 +143,17 @@ def _from_bank(
         summaries = summaries.clone()
         for some in unknown.split(chunk_rows):
             summaries[some.to(device)] = network.summaries(read(index[some]))
-    overview = _overview(network, summaries, None)
+    dense, longest = _divided(network, summaries)
     if not network.lexical_vectors:
-        return overview
-    dense, width = overview.prior_keys.dense, network.lexical_vectors * network.bank_norm.weight.shape[0]
+        return Overview(PriorKeys.of(dense, None), longest)
+    width = network.lexical_vectors * network.bank_norm.weight.shape[0]
     counts, places, weights = kept.counts.to(device), kept.places.to(device), kept.weights.to(device)
     postings = kept.postings if device.type == "cpu" else None
-    return overview._replace(prior_keys=PriorKeys(dense, counts, places, weights, width, postings))
+    return Overview(PriorKeys(dense, counts, places, weights, width, postings), longest)
 
 
-def _overview(network: AggregationNetwork, summaries: Tensor, lexical: Tensor | None) -> Overview:
+def _divided(network: AggregationNetwork, summaries: Tensor) -> tuple[Tensor, Tensor]:
+    """Prior keys and norms, in memory of their own: one of them alone would keep both."""
     assert network.prior is not None
     width = network.prior.key.out_features
-    # A copy of its own, or the norms would keep the keys in memory as well.
-    return Overview(PriorKeys.of(summaries[:, :width].contiguous(), lexical), summaries[:, width:].contiguous())
+    return summaries[:, :width].contiguous(), summaries[:, width:].contiguous()

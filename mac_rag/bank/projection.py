@@ -220,7 +220,7 @@ class SelectedRows:
         keys = self._bank.prior_keys
         if keys is None:
             return None
-        chosen: Tensor = keys.take(self._index.flatten().to(keys.dense.device)).unflatten(0, self._index.shape)
+        chosen: Tensor = keys.take(self._index.flatten().to(keys.device)).unflatten(0, self._index.shape)
         return chosen
 
     @property

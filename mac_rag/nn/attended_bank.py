@@ -218,9 +218,9 @@ class AttendedBank:
         if self.recency is None or self.prior is None or keys is None or dates is None:
             return None
         width = self.prior.key.out_features
-        summaries = keys.dense if isinstance(keys, PriorKeys) else keys[..., :width]
+        summaries = keys if isinstance(keys, PriorKeys) else keys[..., :width]
         if not len(dates):  # one of several processes may have no rows; then its keys have no width
-            summaries = summaries.new_empty(0, width)
+            summaries = self._by_text.new_empty(0, width)
         return RankedFirst.among(self._by_text, summaries, dates)
 
     @cached_property

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import NamedTuple, TypeAlias
 
@@ -19,7 +19,10 @@ Postings: TypeAlias = tuple[Tensor, Tensor, Tensor]
 # Lexical vectors of K documents without their zeros: counts, places and weights, as in `PriorKeys`, and their postings,
 # where they are known.
 Lexical: TypeAlias = tuple[Tensor, Tensor, Tensor, Postings | None]
-_PART = 1 << 20  # entries of postings that are chosen from at a time, as int64 numbers of all would take much memory
+_ENTRIES = 1 << 20  # of postings that are chosen from at a time, as int64 numbers of all would take much memory
+# Keys of a part from which on a change does not copy it, unless it is larger than one `_SHARE`th of the part. Below, a
+# copy takes some milliseconds at most.
+_LARGE, _SHARE = 1 << 14, 8
 
 
 class DocumentPrior(nn.Module):
@@ -111,7 +114,7 @@ def kept_postings(postings: Postings, mask: Tensor) -> Postings:
     ends, documents, weights = postings
     numbers = mask.cumsum(0, dtype=torch.int32) - 1
     found, dropped, start = [], [], 0
-    for some, of_some in zip(documents.split(_PART), weights.split(_PART), strict=True):
+    for some, of_some in zip(documents.split(_ENTRIES), weights.split(_ENTRIES), strict=True):
         remains = mask.index_select(0, some)
         dropped.append((~remains).nonzero()[:, 0] + start)
         found.append((numbers.index_select(0, some.masked_select(remains)), of_some.masked_select(remains)))
@@ -165,6 +168,9 @@ def kept_lexical(lexical: Lexical, mask: Tensor) -> Lexical:
 class PriorKeys:
     """Keys of K documents, each `[dense, lexical]` of width P + L, without the zeros of the lexical parts.
 
+    A change of many keys copies none of them: those that come are another part, and those that go are no longer chosen.
+    Parts are joined once the last ones have an eighth of the keys before them, and copied once an eighth is gone.
+
     Examples:
         >>> keys = PriorKeys.of(torch.ones(1, 2), torch.tensor([[0.0, 3.0, 0.0]]))
         >>> keys.products(torch.tensor([[1.0, 1.0, 5.0, 1.0, 7.0]]))
@@ -190,13 +196,13 @@ class PriorKeys:
         width: int,
         postings: Postings | None = None,
     ) -> None:
-        if postings is not None:
-            self._postings = postings
-        self.dense = dense
-        self.counts = counts
-        self.places = places
-        self.weights = weights
-        self.width = width
+        self._parts = [_Part(dense, (counts, places, weights, postings), width)]
+
+    @classmethod
+    def _of_parts(cls, parts: list[_Part]) -> PriorKeys:
+        keys = cls.__new__(cls)
+        keys._parts = parts
+        return keys
 
     @classmethod
     def of(cls, dense: Tensor, lexical: Tensor | None) -> PriorKeys:
@@ -208,23 +214,31 @@ class PriorKeys:
         return cls(dense, filled.sum(1, dtype=torch.int32), filled.nonzero()[:, 1].int(), weights, lexical.shape[1])
 
     @classmethod
-    def cat(cls, parts: Sequence[PriorKeys]) -> PriorKeys:
-        """The keys of several parts, at least one, in order."""
-        if len(parts) == 1:
-            return parts[0]
-        counts, places, weights, postings = joined_lexical([part._lexical for part in parts])
-        return cls(torch.cat([part.dense for part in parts]), counts, places, weights, parts[0].width, postings)
+    def cat(cls, several: Sequence[PriorKeys]) -> PriorKeys:
+        """The keys of several, at least one, in order."""
+        groups: list[list[_Part]] = []  # the last one first
+        for part in reversed([part for keys in several for part in keys._parts]):
+            if groups and len(part) < max(_LARGE, _SHARE * sum(map(len, groups[-1]))):
+                groups[-1].insert(0, part)
+            else:
+                groups.append([part])
+        return cls._of_parts([_Part.cat(group) for group in reversed(groups)])
 
     def __len__(self) -> int:
         """K."""
-        return len(self.dense)
+        return sum(map(len, self._parts))
+
+    @property
+    def device(self) -> torch.device:
+        return self._parts[0].dense.device
 
     def kept(self, mask: Tensor) -> PriorKeys:
         """The keys of the documents where `mask` `[K]` is True; this object itself if that is all of them."""
         if mask.all():
             return self
-        counts, places, weights, postings = kept_lexical(self._lexical, mask)
-        return PriorKeys(self.dense[mask], counts, places, weights, self.width, postings)
+        masks = mask.split(list(map(len, self._parts)))
+        parts = [part.kept(some) for part, some in zip(self._parts, masks, strict=True)]
+        return self._of_parts([part for part in parts if len(part)] or parts[:1])
 
     def products(self, queries: Tensor) -> Tensor:
         """The product of every query with every key, `[B, K]`.
@@ -232,6 +246,76 @@ class PriorKeys:
         Args:
             queries: `[B, P + L]`.
         """
+        products = [part.products(queries) for part in self._parts]
+        return products[0] if len(products) == 1 else torch.cat(products, 1)
+
+    def take(self, index: Tensor) -> Tensor:
+        """The keys of the documents `index` `[n]`, including all zeros, `[n, P + L]`."""
+        return self._found(index, _Part.take)
+
+    def summaries(self, index: Tensor) -> Tensor:
+        """The part of the keys that compares summaries, of the documents `index` `[n]`: `[n, P]`."""
+        return self._found(index, _Part.summaries)
+
+    def _found(self, index: Tensor, read: Callable[[_Part, Tensor], Tensor]) -> Tensor:
+        """What `read` gives for the documents `index` `[n]`, each read from its part."""
+        if len(self._parts) == 1:
+            return read(self._parts[0], index)
+        starts = torch.tensor([0, *map(len, self._parts)], device=index.device).cumsum(0)
+        owner = torch.bucketize(index, starts[1:], right=True)
+        found = torch.cat([read(part, index[owner == n] - starts[n]) for n, part in enumerate(self._parts)])
+        return found[owner.sort(stable=True).indices.argsort()]
+
+
+class _Part:
+    """Some keys; some of these may be gone, but still take memory.
+
+    Args:
+        dense, lexical, width: see `PriorKeys`.
+        chosen: `[k]`, ascending, the indices of those that are not gone; None for all.
+    """
+
+    def __init__(self, dense: Tensor, lexical: Lexical, width: int, chosen: Tensor | None = None) -> None:
+        self.dense = dense
+        self.counts, self.places, self.weights, postings = lexical
+        if postings is not None:
+            self._postings = postings
+        self.width = width
+        self.chosen = chosen
+
+    @classmethod
+    def cat(cls, parts: Sequence[_Part]) -> _Part:
+        """One part of several, at least one, in order."""
+        if len(parts) == 1:
+            return parts[0]
+        copies = [part if part.chosen is None else part._copied(part.chosen) for part in parts]
+        lexical = joined_lexical([copy._lexical for copy in copies])
+        return cls(torch.cat([copy.dense for copy in copies]), lexical, copies[0].width)
+
+    def __len__(self) -> int:
+        return len(self.dense if self.chosen is None else self.chosen)
+
+    def kept(self, mask: Tensor) -> _Part:
+        """Those where `mask` `[k]` is True; this object itself if that is all of them."""
+        if mask.all():
+            return self
+        chosen = mask.nonzero()[:, 0] if self.chosen is None else self.chosen[mask]
+        if len(self.dense) < _LARGE or _SHARE * (len(self.dense) - len(chosen)) > len(self.dense):
+            return self._copied(chosen)
+        return _Part(self.dense, self._lexical, self.width, chosen)
+
+    def _copied(self, chosen: Tensor) -> _Part:
+        """A copy of some."""
+        mask = torch.zeros(len(self.dense), dtype=torch.bool, device=self.dense.device)
+        mask[chosen] = True
+        return _Part(self.dense[chosen], kept_lexical(self._lexical, mask), self.width)
+
+    def products(self, queries: Tensor) -> Tensor:
+        """As `PriorKeys.products`."""
+        products = self._products(queries)
+        return products if self.chosen is None else products[:, self.chosen]
+
+    def _products(self, queries: Tensor) -> Tensor:
         # With one column, with the keys on the right, or with columns that are not contiguous, a matrix product uses
         # kernels that are several times slower.
         columns = queries[:, : self.dense.shape[1]].expand(max(2, len(queries)), -1).contiguous().T
@@ -244,9 +328,9 @@ class PriorKeys:
         return products + torch.stack([self._lexical_products(query) for query in lexical]).to(products.dtype)
 
     def _lexical_products(self, query: Tensor) -> Tensor:
-        """The products with the lexical part `[L]` of one query, `[K]`; reads only the places where it is not zero."""
+        """The products with the lexical part `[L]` of one query; reads only the places where it is not zero."""
         ends, documents, weights = self._postings
-        products = query.new_zeros(len(self))
+        products = query.new_zeros(len(self.dense))
         for place in query.nonzero()[:, 0].tolist():
             here = slice(int(ends[place]), int(ends[place + 1]))
             products.index_add_(0, documents[here], query[place] * weights[here].to(query.dtype))
@@ -260,8 +344,13 @@ class PriorKeys:
     def _postings(self) -> Postings:
         return postings_of(self.counts, self.places, self.weights, self.width)
 
+    def summaries(self, index: Tensor) -> Tensor:
+        """As `PriorKeys.summaries`."""
+        return self.dense[index if self.chosen is None else self.chosen[index]]
+
     def take(self, index: Tensor) -> Tensor:
-        """The keys of the documents `index` `[n]`, including all zeros, `[n, P + L]`."""
+        """As `PriorKeys.take`."""
+        index = index if self.chosen is None else self.chosen[index]
         starts = self.counts.cumsum(0) - self.counts  # in int64
         counts = self.counts[index]
         row = torch.arange(len(index), device=index.device).repeat_interleave(counts)
@@ -273,11 +362,11 @@ class PriorKeys:
 
     @cached_property
     def _matrix(self) -> Tensor:
-        """The lexical parts `[K, L]` as a sparse matrix."""
+        """The lexical parts as a sparse matrix."""
         starts = torch.nn.functional.pad(self.counts.cumsum(0), (1, 0)).to(torch.int32)
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "Sparse CSR tensor support is in beta state")
-            shape = len(self), self.width
+            shape = len(self.dense), self.width
             weights = self.weights.to(torch.promote_types(self.weights.dtype, torch.float32))
             return torch.sparse_csr_tensor(starts, self.places, weights, shape, check_invariants=False)
 
@@ -385,12 +474,13 @@ class RankedFirst(NamedTuple):
     candidates: Candidates
 
     @classmethod
-    def among(cls, scores: Tensor, keys: Tensor, dates: Tensor) -> RankedFirst:
+    def among(cls, scores: Tensor, keys: Tensor | PriorKeys, dates: Tensor) -> RankedFirst:
         """The candidates of all rows; of equal scores, the first rows.
 
         Args:
             scores: `[B, K]`, the prior's scores; `-inf` for rows that a question may not see.
-            keys: `[K, P]`, or `[G, K, P]` if each run of B / G questions has its own rows.
+            keys: the part that compares summaries, `[K, P]`, or `[G, K, P]` if each run of B / G questions has its own
+                rows; or whole keys of the bank.
             dates: `[K]` or `[G, K]`.
         """
         count = min(CANDIDATES, scores.shape[1])
@@ -398,7 +488,9 @@ class RankedFirst(NamedTuple):
         index = scores.topk(count, 1).indices.sort(1).values
         order = scores.gather(1, index).sort(dim=1, descending=True, stable=True).indices
         index = index.gather(1, order)
-        if keys.ndim == 3:
+        if isinstance(keys, PriorKeys):
+            found = keys.summaries(index.flatten()).unflatten(0, index.shape), dates[index]
+        elif keys.ndim == 3:
             run = torch.arange(len(scores), device=index.device)[:, None] // (len(scores) // len(keys))
             found = keys[run, index], dates[run, index]
         else:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from mac_rag.nn import prior
 from mac_rag.nn.aggregation import AggregationNetwork
 from mac_rag.nn.attended_bank import AttendedBank
 from mac_rag.nn.attention import direct_attention, recomputing_attention
@@ -52,7 +54,7 @@ def test_products_and_choices_of_keys(
     kept = keys.kept(mask)
     assert len(kept) == int(mask.sum())
     torch.testing.assert_close(kept.products(queries), queries @ plain[mask].T)
-    for held in (keys, kept):
+    for (held,) in (keys._parts, kept._parts):  # so few are one part
         sorted_anew = postings_of(held.counts, held.places, held.weights, width)
         assert all(torch.equal(*pair) for pair in zip(held._postings, sorted_anew, strict=True))
     if len(plain):
@@ -60,11 +62,55 @@ def test_products_and_choices_of_keys(
         assert torch.equal(keys.take(index), plain[index])
 
 
+@settings(max_examples=60, deadline=None)
+@given(
+    first=st.integers(0, 30),
+    changes=st.lists(st.integers(1, 9) | st.floats(0, 1), max_size=8),
+    seed=st.integers(0, 999),
+)
+def test_keys_after_changes_are_those_of_what_is_left(first: int, changes: list[int | float], seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+
+    def made(count: int) -> Tensor:
+        return torch.cat([torch.randn(count, 3, generator=generator), lexical(count, 7, seed + count)], 1)
+
+    plain = made(first)
+    keys = PriorKeys.of(plain[:, :3], plain[:, 3:])
+    queries = torch.cat([torch.randn(2, 3, generator=generator), lexical(2, 7, seed)], 1)
+    # As if so few were many: nothing is copied that does not have to be.
+    with patch.object(prior, "_LARGE", 2), patch.object(prior, "_SHARE", 3):
+        for change in changes:
+            if isinstance(change, int):
+                new = made(change)
+                plain, keys = torch.cat([plain, new]), PriorKeys.cat([keys, PriorKeys.of(new[:, :3], new[:, 3:])])
+            else:
+                mask = torch.rand(len(plain), generator=generator) < change
+                plain, keys = plain[mask], keys.kept(mask)
+            assert len(keys) == len(plain)
+            torch.testing.assert_close(keys.products(queries), queries @ plain.T)
+            index = torch.randperm(len(plain), generator=generator)
+            assert torch.equal(keys.take(index), plain[index])
+            assert torch.equal(keys.summaries(index), plain[index, :3])
+            held = sum(len(part.dense) for part in keys._parts)
+            assert held <= max(2, 1.5 * len(plain)), "what is gone takes no more than a third"
+
+
+def test_a_change_of_many_keys_copies_none_of_them() -> None:
+    many = PriorKeys.of(torch.randn(1 << 15, 2), None)
+    [whole] = many._parts
+    changed = PriorKeys.cat([many, PriorKeys.of(torch.randn(1, 2), None)])
+    mask = torch.ones(len(changed), dtype=torch.bool)
+    mask[7] = False
+    [first, _] = changed.kept(mask)._parts
+    assert first.dense is whole.dense
+
+
 def test_zeros_of_keys_take_no_memory() -> None:
     words = torch.zeros(100, 3072)
     words[:, :80] = 1.0
     keys = PriorKeys.of(torch.zeros(100, 384), words)
-    tensors = (keys.dense, keys.counts, keys.places, keys.weights)
+    [part] = keys._parts
+    tensors = (part.dense, part.counts, part.places, part.weights)
     assert sum(tensor.nbytes for tensor in tensors) == 100 * (384 * 4 + 4 + 80 * 8)
 
 
@@ -72,7 +118,8 @@ def test_numbers_in_bf16_are_multiplied_as_numbers_in_float32() -> None:
     generator = torch.Generator().manual_seed(0)
     words = torch.rand(50, 30, generator=generator) * (torch.rand(50, 30, generator=generator) < 0.3)
     whole = PriorKeys.of(torch.rand(50, 4, generator=generator), words.bfloat16().float())
-    half = PriorKeys(whole.dense, whole.counts, whole.places, whole.weights.bfloat16(), 30)
+    [part] = whole._parts
+    half = PriorKeys(part.dense, part.counts, part.places, part.weights.bfloat16(), 30)
     queries = torch.rand(3, 34, generator=generator)
     assert torch.equal(half.products(queries), whole.products(queries))
     assert torch.equal(half.take(torch.tensor([7, 0])), whole.take(torch.tensor([7, 0])))
