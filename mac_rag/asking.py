@@ -310,7 +310,7 @@ def _answer(
         some, asked = [asked_together[row] for row in rows], [prompts[row] for row in rows]
         sources: list[tuple[Source, ...]] = [()] * len(rows)
         if settings.sources:
-            own = None if masses is None else (masses[0], masses[1][list(rows)])
+            own = None if masses is None else masses.of_questions(rows)
             read = [texts_read(one.hits, one.prompt) for one in some]
             sources = find_sources([prompt.question for prompt in asked], texts, read, own, reader, settings.sources)
         written = in_their_letters(reader, asked, texts, sources, settings.allowed, with_memory=settings.use_memory)

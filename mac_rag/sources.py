@@ -18,9 +18,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-from torch import Tensor
-
-from mac_rag.bank.base_reader import Reader
+from mac_rag.bank.base_reader import DocumentMass, Reader
 from mac_rag.data.characters import as_written, find_words, word_forms, words
 from mac_rag.data.dates import date_in, moment_of, written
 from mac_rag.data.types import Source
@@ -49,7 +47,7 @@ def find_sources(
     questions: Sequence[str],
     answers: Sequence[str | None],
     read: Sequence[Mapping[str, str]],
-    masses: tuple[list[str], Tensor] | None,
+    masses: DocumentMass | None,
     reader: Reader,
     most: int,
 ) -> list[tuple[Source, ...]]:
@@ -59,7 +57,7 @@ def find_sources(
         questions: B questions.
         answers: B answers; None for an answer that is not known.
         read: for each question, document id -> text that the LM read, the best first.
-        masses: ids and attention mass `[B, documents]` of the documents in memory; None without memory.
+        masses: the attention mass of the documents in memory; None without memory.
         reader: reads the bank, which knows their metadata and may hold their texts.
         most: most sources of an answer.
 
@@ -70,13 +68,9 @@ def find_sources(
     for row, (question, answer, texts) in enumerate(zip(questions, answers, read, strict=True)):
         shares: dict[str, float] = {}
         if masses is not None:
-            ids, mass = masses
-            values, places = mass[row].topk(min(max(most, LOOKED_AT), len(ids)))
-            found = zip(places.tolist(), values.tolist())
-            shares = {ids[place]: value for place, value in found if value > 0 or not reader.sees_some}
-            if any(document_id not in shares for document_id in texts):
-                where = {document_id: place for place, document_id in enumerate(ids)}
-                shares |= {name: float(mass[row, where[name]]) for name in texts if name in where}
+            found = masses.highest(row, max(most, LOOKED_AT))
+            shares = {name: value for name, value in found.items() if value > 0 or not reader.sees_some}
+            shares |= masses.of(row, [name for name in texts if name not in shares])
         candidates = [
             _source(name, shares.get(name), texts.get(name), question, answer, reader)
             for name in dict.fromkeys([*texts, *shares])

@@ -301,6 +301,18 @@ class Contents:
         """
         return [name for (name,) in self.connection.rows("SELECT id FROM document ORDER BY key")]
 
+    def ids_at(self, places: Sequence[int]) -> list[str]:
+        """Ids of some documents, by their places in the directory.
+
+        Raises:
+            DamageError: when one is missing.
+        """
+        keys = self.directory.document_keys(torch.tensor(places, dtype=torch.long)).tolist()
+        names = dict(self.connection.rows_in("SELECT key, id FROM document WHERE key IN ({})", keys))
+        if len(names) < len(set(keys)):
+            raise DamageError(f"{self.connection.path} is damaged: it lacks the id of a document{_REMEDY}")
+        return [names[key] for key in keys]
+
     def __getitem__(self, document_id: str) -> BankEntry:
         return self.entry(self._found(document_id) >> PART_BITS)
 

@@ -15,6 +15,7 @@ from torch.nn import functional
 from mac_rag.bank.interface import BankContents
 from mac_rag.bank.known_documents import KnownDocuments
 from mac_rag.config import AttentionConfig
+from mac_rag.data.document_ids import id_hash
 from mac_rag.errors import BankError, ConfigError
 from mac_rag.nn.memory_tokens import MemoryTokens
 from mac_rag.nn.unpadded_bert import last_states_without_gradients
@@ -71,6 +72,52 @@ def prior_summary(scores: Tensor, visible: Tensor | None) -> Tensor:
         scores = scores.masked_fill(~visible.to(scores.device), -torch.inf)
     scores = functional.pad(scores, (0, 1), value=-torch.inf)
     return torch.stack([scores.amax(1), scores.logsumexp(1)], 1)
+
+
+class DocumentMass:
+    """The attention mass of a bank's documents for B questions. Only the ids that are asked for are read.
+
+    Merged documents share their entry's mass equally.
+
+    Args:
+        bank: the bank, in the state of the questions.
+        mass: `[B, d]`, on the CPU, of all documents in the order of its directory.
+        seen: `[d]`, bool, which documents may be seen; None for all.
+    """
+
+    def __init__(self, bank: BankContents, mass: Tensor, seen: Tensor | None) -> None:
+        self._bank, self._mass, self._seen = bank, mass, seen
+
+    def of_questions(self, places: Sequence[int]) -> DocumentMass:
+        """The mass for some of the questions, by their places."""
+        return DocumentMass(self._bank, self._mass[list(places)], self._seen)
+
+    def of_all(self) -> tuple[list[str], Tensor]:
+        """The ids of all documents that may be seen, and their mass `[B, documents]`; each row sums to 1."""
+        ids = self._bank.document_ids
+        if self._seen is None:
+            return ids, self._mass
+        return [ids[place] for place in self._seen.nonzero()[:, 0].tolist()], self._mass[:, self._seen]
+
+    def highest(self, question: int, count: int) -> dict[str, float]:
+        """Id -> mass of the documents with the most of it, in descending order."""
+        mass = self._mass[question]
+        if self._seen is not None:
+            mass = mass.masked_fill(~self._seen, -1.0)
+        values, places = mass.topk(min(count, len(mass)))
+        found = zip(self._bank.ids_at(places.tolist()), values.tolist(), strict=True)
+        return {name: value for name, value in found if value >= 0}
+
+    def of(self, question: int, names: Sequence[str]) -> dict[str, float]:
+        """Id -> mass of those of some documents that the bank holds and that may be seen."""
+        found: dict[str, float] = {}
+        hashes = self._bank.directory.hashes
+        for name in names:
+            places = (hashes == id_hash(name)).nonzero()[:, 0].tolist()
+            for place, own in zip(places, self._bank.ids_at(places), strict=True):
+                if own == name and (self._seen is None or self._seen[place]):
+                    found[name] = float(self._mass[question, place])
+        return found
 
 
 class BringsReader(BankContents, Protocol):
@@ -199,23 +246,17 @@ class Reader(ABC):
             The document ids, and the mass `[B, documents]` on the CPU; each row sums to 1. A document that was merged
             with one that is not allowed is not among them.
         """
-        return self.by_document(self.attention_mass(questions, allowed), allowed)
+        return self.by_document(self.attention_mass(questions, allowed), allowed).of_all()
 
-    def by_document(self, mass: Tensor, allowed: Container[str] | None) -> tuple[list[str], Tensor]:
-        """The mass of rows `[B, K]` as that of documents; see `document_mass`."""
-        mass = mass.cpu()
-        visible = self._visible(allowed)
-        members = [
-            (row, row_ids)
-            for row, row_ids in enumerate(self.bank.row_members)
-            if visible is None or visible[row].item()
-        ]
-        seen = {document_id for _, row_ids in members for document_id in row_ids}
-        ids = [document_id for document_id in self.bank.document_ids if document_id in seen]
-        place = {document_id: index for index, document_id in enumerate(ids)}
-        owners = [(row, place[document_id], len(row_ids)) for row, row_ids in members for document_id in row_ids]
-        rows, documents, shared = (torch.tensor(column) for column in zip(*owners, strict=True))
-        return ids, mass.new_zeros(len(mass), len(ids)).index_add_(1, documents, mass[:, rows] / shared)
+    def by_document(self, mass: Tensor, allowed: Container[str] | None) -> DocumentMass:
+        """The mass of rows `[B, K]` as that of the documents that may be seen."""
+        directory, visible = self.bank.directory, self._visible(allowed)
+        rows, members = directory.rows, directory.members
+        of_entries = mass.cpu()
+        if len(rows) < of_entries.shape[1]:  # some have several rows
+            of_entries = of_entries.new_zeros(len(mass), len(rows)).index_add_(1, directory.row_entries, of_entries)
+        seen = None if visible is None else visible.cpu()[rows.cumsum(0) - rows].repeat_interleave(members)
+        return DocumentMass(self.bank, (of_entries / members).repeat_interleave(members, 1), seen)
 
     def _visible(self, allowed: Container[str] | None) -> Tensor | None:
         """Which rows may be seen, bool `[K]`; a row of several documents only if all are allowed. None for all rows."""

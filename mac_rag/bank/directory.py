@@ -181,6 +181,12 @@ class Directory:
         """The place of each row's entry, int64 `[N]`."""
         return torch.arange(len(self.sequences)).repeat_interleave(self.rows)
 
+    def document_keys(self, places: Tensor) -> Tensor:
+        """Keys of the documents at some places among the d, int64 `[n]`."""
+        ends = self.members.cumsum(0)
+        entries = torch.searchsorted(ends, places, right=True)
+        return (self.sequences[entries] << PART_BITS) + places - (ends - self.members)[entries]
+
     @cached_property
     def row_dates(self) -> Tensor:
         """When each row counts, int64 `[N]`: the date of its document, of merged ones the latest."""

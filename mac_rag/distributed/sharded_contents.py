@@ -83,7 +83,12 @@ class ShardedContents:
     @property
     def document_ids(self) -> list[str]:
         """Ids of all documents, shard by shard, in the order of their entries."""
-        return [name for directory in self.directories for name in directory.sequences]
+        return [
+            name
+            for directory in self.directories
+            for record in directory.records.values()
+            for name in record.document_ids
+        ]
 
     @property
     def row_members(self) -> list[tuple[str, ...]]:
@@ -94,6 +99,11 @@ class ShardedContents:
             for record in directory.records.values()
             for members in [record.document_ids] * record.rows
         ]
+
+    def ids_at(self, places: Sequence[int]) -> list[str]:
+        """Ids of some documents, by their places in the directory."""
+        ids = self.document_ids
+        return [ids[place] for place in places]
 
     @property
     def supersedes(self) -> bool:

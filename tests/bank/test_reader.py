@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Literal
 
@@ -16,10 +17,11 @@ from mac_rag.bank.reader import BankReader, highest
 from mac_rag.config import AttentionConfig
 from mac_rag.data.newswire.generate import generate
 from mac_rag.data.types import Document
-from mac_rag.errors import ConfigError
+from mac_rag.errors import BankError, ConfigError
 from mac_rag.model import MACModel
 from mac_rag.nn.memory_tokens import MemoryTokens
 from mac_rag.nn.unpadded_bert import Reading
+from tests.bank.helpers import memory
 
 Strategy = Literal["streaming", "preselect", "hierarchical"]
 STRATEGIES: tuple[Strategy, ...] = ("streaming", "preselect", "hierarchical")
@@ -48,6 +50,45 @@ def test_all_strategies_agree_where_they_lose_nothing(
     found = BankReader(tiny_model, bank, config).aggregate(QUESTIONS)
     torch.testing.assert_close(found.phi, tiny_model.aggregate(QUESTIONS, bank.phi), atol=1e-4, rtol=1e-4)
     torch.testing.assert_close(found.discarded, torch.zeros(3))
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    rows=st.lists(st.integers(1, 3), min_size=1, max_size=7),
+    merged=st.integers(0, 3),
+    left_out=st.none() | st.integers(0, 6),
+    seed=st.integers(0, 99),
+)
+def test_the_mass_of_documents_is_that_of_their_rows(
+    rows: list[int], merged: int, left_out: int | None, seed: int
+) -> None:
+    names = [f"document {number}" for number in range(len(rows))]
+    bank = MemoryBank("model")
+    bank.put([Document(name, "") for name in names], memory(sum(rows)), rows)
+    if merged > 1:
+        bank.merge(names[:merged], memory(2))
+    allowed = None if left_out is None else {name for name in names if name != f"document {left_out}"}
+    mass = torch.rand(2, len(bank.row_keys), generator=torch.Generator().manual_seed(seed))
+    expected: list[dict[str, float]] = [{}, {}]
+    for row, members in enumerate(bank.row_members):
+        if allowed is None or allowed.issuperset(members):
+            for question, name in itertools.product(range(2), members):
+                share = float(mass[question, row]) / len(members)
+                expected[question][name] = expected[question].get(name, 0.0) + share
+    reader = BankReader(MACModel.from_pretrained("mac-tiny"), bank, exact("streaming"))
+    if not expected[0]:
+        with pytest.raises(BankError, match="allowed"):
+            reader.by_document(mass, allowed)
+        return
+    found = reader.by_document(mass, allowed)
+    ids, of_all = found.of_all()
+    for question, wanted in enumerate(expected):
+        assert dict(zip(ids, of_all[question].tolist(), strict=True)) == pytest.approx(wanted)
+        assert found.of(question, [*names, "nobody"]) == pytest.approx(wanted)
+        first = found.of_questions([question]).highest(0, 3)
+        assert list(first.values()) == pytest.approx(sorted(wanted.values(), reverse=True)[:3])
+        assert first == pytest.approx({name: wanted[name] for name in first})
+        assert found.highest(question, 99) == pytest.approx(wanted)
 
 
 def test_a_question_asked_again_costs_nothing_until_the_bank_changes(
