@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Callable
 from types import TracebackType
 
@@ -10,6 +11,11 @@ from tqdm import tqdm
 
 from mac_rag.errors import CancelledError
 from mac_rag.untrusted_files import printable
+
+
+class _Bar(tqdm):  # type: ignore[misc]
+    # tqdm's own lock is shared with forked processes: one that is killed while it draws would stop all others for ever.
+    _lock = threading.RLock()
 
 
 class ProgressBar:
@@ -21,7 +27,7 @@ class ProgressBar:
         self._cancelled = cancelled
         # In logs and CI tqdm's redrawing is noise; one line every thirty seconds is enough.
         interval = 0.2 if sys.stderr.isatty() else 30.0
-        self._bar = tqdm(
+        self._bar = _Bar(
             total=total,
             initial=done,
             desc=printable(label),
@@ -49,7 +55,7 @@ class ProgressBar:
     def write(self, line: str) -> None:
         """Prints a line above the bar."""
         if not self._bar.disable:
-            tqdm.write(printable(line), file=sys.stderr)
+            _Bar.write(printable(line), file=sys.stderr)
 
     def __enter__(self) -> ProgressBar:
         return self
