@@ -176,8 +176,9 @@ def _change(place: Path, count: int, model: str, data: str | None, questions: in
     ask = partial(engine.aggregate, [stream.questions[0].question])
     ask()
     seconds: dict[str, list[float]] = {}
-    for number in range(_CHANGED):
-        name = str(number * (count // _CHANGED))
+    changed = min(_CHANGED, count)
+    for number in range(changed):
+        name = str(number * (count // changed))
         again = Document(name, stream.documents[number].text)
         steps: dict[str, Callable[[], object]] = {
             "deleting one": partial(engine.forget, name),

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from mac_rag.bank.directory import id_hashes
 from mac_rag.bank.interface import BankContents
 from mac_rag.bank.known_documents import KnownDocuments
 from mac_rag.config import AttentionConfig
-from mac_rag.data.document_ids import id_hash
 from mac_rag.errors import BankError, ConfigError
 from mac_rag.nn.memory_tokens import MemoryTokens
 from mac_rag.nn.unpadded_bert import last_states_without_gradients
@@ -110,14 +110,12 @@ class DocumentMass:
 
     def of(self, question: int, names: Sequence[str]) -> dict[str, float]:
         """Id -> mass of those of some documents that the bank holds and that may be seen."""
-        found: dict[str, float] = {}
-        hashes = self._bank.directory.hashes
-        for name in names:
-            places = (hashes == id_hash(name)).nonzero()[:, 0].tolist()
-            for place, own in zip(places, self._bank.ids_at(places), strict=True):
-                if own == name and (self._seen is None or self._seen[place]):
-                    found[name] = float(self._mass[question, place])
-        return found
+        if not names:
+            return {}
+        found = torch.isin(self._bank.directory.hashes, id_hashes(names))
+        places = (found if self._seen is None else found & self._seen).nonzero()[:, 0].tolist()
+        shares = zip(self._bank.ids_at(places), self._mass[question, places].tolist(), strict=True)
+        return {name: share for name, share in shares if name in names}  # two ids may have one hash
 
 
 class BringsReader(BankContents, Protocol):
