@@ -61,6 +61,9 @@ Summarise: TypeAlias = Callable[[NewRows], Tensor]
 _PAGE = 512  # entries that are read in one query
 _SUMMARIES = 8192  # rows whose summaries are read in one query
 _BLOBS = 1 << 20  # bytes of rows that are read in one query, if there are several: so few stay in a processor's cache
+_MOST_PLACES = (
+    1 << 24
+)  # numbers of the lexical vectors of a row: of a few vectors as wide as the widest LM, and many more
 # From this many rows on, the keys of a bank are kept in a file of their own. In the bank, they lie between the codes.
 _MANY_ROWS = 2_000
 _MOST_CODES = 1 << 29  # bytes of the codes of a row; SQLite takes twice as many
@@ -613,16 +616,19 @@ class Contents:
         for start in range(first, len(self.row_keys), _SUMMARIES):
             wanted = self.row_keys[start : start + _SUMMARIES]
             found = self.connection.rows(
-                "SELECT key, overview_crc, summary, places, weights FROM row WHERE key >= ? AND key <= ? ORDER BY key",
+                "SELECT key, overview_crc, length(summary) + length(codes), summary, places, weights FROM row "
+                "WHERE key >= ? AND key <= ? ORDER BY key",
                 (int(wanted[0]), int(wanted[-1])),
             )
             assert shape is not None
             try:
                 if [key for key, *_ in found] != wanted.tolist():
                     raise ValueError("summaries of rows are missing")
-                if any(row_crc(*blobs) != crc for _, crc, *blobs in found):
+                if any(row_crc(*blobs) != crc for _, crc, _, *blobs in found):
                     raise ValueError("the checksum of a summary differs")
-                _, _, summary, places, weights = zip(*found)
+                _, _, sizes, summary, places, weights = zip(*found)
+                if not self.layout.token_bytes and {*sizes} != {self.layout.row_bytes(*shape)}:
+                    raise ValueError(f"a row does not have {self.layout.row_bytes(*shape):,} bytes")
                 yield self.layout.unpack_summaries(summary, places, weights, *shape)
             except (ValueError, TypeError, RuntimeError) as error:
                 raise DamageError(f"{self.connection.path} is damaged: {error}; restore it from a backup") from error
@@ -1383,9 +1389,8 @@ class MemoryBank(Contents):
         with suppress(BankError, OSError):  # it is a convenience
             if self.layout.summary or self.layout.lexical_vectors:
                 summaries = Summaries.cat(list(self.overview()))
-                commit, shape = (state.settings.version, state.writer), state.settings.shape
-                width = self.layout.lexical_vectors * shape[1] if shape else 0
-                write_keys_file(self._database.path, commit, state.directory, summaries, width)
+                commit = state.settings.version, state.writer
+                write_keys_file(self._database.path, commit, state.directory, summaries)
 
     def refresh(self) -> bool:
         """Moves a bank that is open for reading to the last commit, also to that of a backup that was put in its place.
@@ -1499,6 +1504,7 @@ def _checked_directory(link: Connection, directory: Directory, settings: Setting
     if is_sound and shape is not None:
         is_sound = int(sequences[-1]) < settings.next_sequence
         is_sound &= rows * settings.layout.row_bytes(*shape) <= pages * size
+        is_sound &= settings.layout.lexical_vectors * shape[1] <= _MOST_PLACES
         is_sound &= not settings.layout.token_bytes or shape == (1, settings.layout.token_bytes)
     if not is_sound:
         raise DamageError(f"{link.path} is damaged: its entries and settings do not agree; restore it from a backup")

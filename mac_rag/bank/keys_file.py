@@ -22,10 +22,10 @@ from torch import Tensor
 from mac_rag.bank.database import KEYS, UNFINISHED
 from mac_rag.bank.directory import Directory
 from mac_rag.bank.rows import Summaries
-from mac_rag.nn.prior import postings_of
+from mac_rag.nn.prior import Postings
 
 _DIRECTORY = tuple(field.name for field in fields(Directory))
-_SUMMARIES = (*Summaries._fields[:-1], "posting_ends", "posting_rows", "posting_weights")
+_SUMMARIES = ("summaries", *Postings._fields)
 
 
 class KeysFile:
@@ -55,9 +55,8 @@ class KeysFile:
         if _crc(self._columns, self.commit) != self._crc:
             self.is_good = False
             return None
-        summaries, counts, places, weights, *postings = self._columns.values()
-        ends, rows, posting_weights = postings
-        return Summaries(summaries, counts, places.int(), weights, (ends, rows, posting_weights))
+        summaries, *postings = self._columns.values()
+        return Summaries(summaries, Postings(*postings))
 
 
 def keys_path(bank: Path) -> Path:
@@ -65,9 +64,7 @@ def keys_path(bank: Path) -> Path:
     return bank.with_name(bank.name + KEYS)
 
 
-def write_keys_file(
-    bank: Path, commit: tuple[int, str], directory: Directory, summaries: Summaries, lexical_width: int
-) -> None:
+def write_keys_file(bank: Path, commit: tuple[int, str], directory: Directory, summaries: Summaries) -> None:
     """Writes the keys of a commit.
 
     Args:
@@ -75,16 +72,13 @@ def write_keys_file(
         commit: number of the commit, and its writer.
         directory: its entries.
         summaries: what is read of every row.
-        lexical_width: numbers of the lexical vectors of a row.
 
     Raises:
         OSError: when the file cannot be written.
     """
     listed = {name: getattr(directory, name) for name in _DIRECTORY}
-    postings = summaries.postings or postings_of(*summaries[1:-1], lexical_width)
-    columns = {name: one.contiguous() for name, one in zip(_SUMMARIES, (*summaries[:-1], *postings), strict=True)}
-    if lexical_width <= 1 << 16:
-        columns["places"] = columns["places"].to(torch.uint16)
+    own = summaries.summaries, *summaries.lexical
+    columns = {name: one.contiguous() for name, one in zip(_SUMMARIES, own, strict=True)}
     about = {"commit": commit, "directory": _crc(listed, commit), "summaries": _crc(columns, commit)}
     path = keys_path(bank)
     unfinished = path.with_name(path.name + UNFINISHED)

@@ -12,7 +12,7 @@ from torch import Tensor
 from mac_rag.bank.rows import RowLayout, Summaries
 from mac_rag.nn.aggregation import AggregationNetwork
 from mac_rag.nn.memory_tokens import MemoryTokens
-from mac_rag.nn.prior import PriorKeys
+from mac_rag.nn.prior import Postings, PriorKeys
 
 if TYPE_CHECKING:
     from mac_rag.bank.bank import Contents, MemoryBank
@@ -122,7 +122,7 @@ def read_overviews(
             found.append(Overview(PriorKeys.of(dense, lexical), longest))
         return found
     for summaries in bank.overview(first):
-        index = torch.arange(start, start + len(summaries.counts))
+        index = torch.arange(start, start + len(summaries.summaries))
         found.append(_from_bank(network, summaries, index, read, chunk_rows, device))
         start += len(index)
     return found
@@ -144,12 +144,8 @@ def _from_bank(
         for some in unknown.split(chunk_rows):
             summaries[some.to(device)] = network.summaries(read(index[some]))
     dense, longest = _divided(network, summaries)
-    if not network.lexical_vectors:
-        return Overview(PriorKeys.of(dense, None), longest)
-    width = network.lexical_vectors * network.bank_norm.weight.shape[0]
-    counts, places, weights = kept.counts.to(device), kept.places.to(device), kept.weights.to(device)
-    postings = kept.postings if device.type == "cpu" else None
-    return Overview(PriorKeys(dense, counts, places, weights, width, postings), longest)
+    lexical = Postings(*(part.to(device) for part in kept.lexical)) if network.lexical_vectors else None
+    return Overview(PriorKeys(dense, lexical), longest)
 
 
 def _divided(network: AggregationNetwork, summaries: Tensor) -> tuple[Tensor, Tensor]:

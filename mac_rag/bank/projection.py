@@ -18,7 +18,7 @@ from mac_rag.errors import BankError
 from mac_rag.nn.aggregation import AggregationNetwork
 from mac_rag.nn.cross_attention import CrossAttentionBlock
 from mac_rag.nn.memory_tokens import MemoryTokens
-from mac_rag.nn.prior import PriorKeys
+from mac_rag.nn.prior import ChosenKeys, PriorKeys
 
 if TYPE_CHECKING:
     from mac_rag.bank.bank import Contents
@@ -215,13 +215,10 @@ class SelectedRows:
         return self._index.shape[1]
 
     @property
-    def prior_keys(self) -> Tensor | None:
-        """Keys of the document prior `[B, N, d_prior]`; None without a document prior."""
+    def prior_keys(self) -> ChosenKeys | None:
+        """Keys of the document prior, of each question's rows; None without a document prior."""
         keys = self._bank.prior_keys
-        if keys is None:
-            return None
-        chosen: Tensor = keys.take(self._index.flatten().to(keys.device)).unflatten(0, self._index.shape)
-        return chosen
+        return None if keys is None else ChosenKeys(keys, self._index.to(keys.device))
 
     @property
     def dates(self) -> Tensor | None:

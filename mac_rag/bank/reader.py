@@ -88,7 +88,7 @@ class BankReader(NetworkReader):
         assert prior is not None
         keys = prior_keys_of(self._projected())
         scores = prior.score(prior.queries(self._encoded(questions, {})), keys)
-        return prior_summary(scores, visible), len(keys) if visible is None else int(visible.sum())
+        return prior_summary(scores, visible), scores.shape[1] if visible is None else int(visible.sum())
 
     def _preselect(self, question: MemoryTokens, visible: Tensor | None) -> tuple[BankView, Tensor, Tensor]:
         """The rows with the highest prior: a view, and `highest`."""

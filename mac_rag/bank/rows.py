@@ -33,7 +33,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from torch import Tensor
 
 from mac_rag.errors import BankError
-from mac_rag.nn.prior import Postings, joined_lexical, kept_lexical
+from mac_rag.nn.prior import Postings
 from mac_rag.nn.product_quantizer import ProductQuantizer
 
 RowDtype: TypeAlias = Literal["fp32", "bf16", "int8", "pq"]
@@ -81,30 +81,25 @@ class Summaries(NamedTuple):
 
     Attributes:
         summaries: `[n, S]` float32.
-        counts: int32 `[n]`, the number of places of each row.
-        places: int32 `[sum of counts]`.
-        weights: `[sum of counts]`.
-        postings: the lexical vectors place by place (`mac_rag.nn.prior.postings_of`), where they are known.
+        lexical: the lexical vectors, place by place.
     """
 
     summaries: Tensor
-    counts: Tensor
-    places: Tensor
-    weights: Tensor
-    postings: Postings | None = None
+    lexical: Postings
 
     @classmethod
     def cat(cls, parts: Sequence[Summaries]) -> Summaries:
         """Those of several parts, at least one, in order."""
         if len(parts) == 1:
             return parts[0]
-        return cls(torch.cat([part.summaries for part in parts]), *joined_lexical([part[1:] for part in parts]))
+        summaries, lexical = zip(*parts, strict=True)
+        return cls(torch.cat(summaries), Postings.cat(lexical, list(map(len, summaries))))
 
     def kept(self, mask: Tensor) -> Summaries:
         """Those of the rows where `mask` `[n]` is True; the same object if these are all."""
         if mask.all():
             return self
-        return Summaries(self.summaries[mask], *kept_lexical(self[1:], mask))
+        return Summaries(self.summaries[mask], self.lexical.kept(mask))
 
 
 class RowLayout(BaseModel):
@@ -255,7 +250,8 @@ class RowLayout(BaseModel):
         if not all(column.isfinite().all() for column in columns.values()):
             raise ValueError("a number of a summary is not finite")
         summaries = torch.cat([torch.empty(len(summary), 0), *(column.float() for column in columns.values())], 1)
-        return Summaries(summaries, *self._lexical(places, weights, width))
+        lexical = Postings.of(*self._lexical(places, weights, width), self.lexical_vectors * width)
+        return Summaries(summaries, lexical)
 
     def _lexical(self, places: Sequence[bytes], weights: Sequence[bytes], width: int) -> tuple[Tensor, Tensor, Tensor]:
         """Counts, places and weights of lexical vectors, side by side."""

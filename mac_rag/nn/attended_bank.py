@@ -14,7 +14,7 @@ from mac_rag.nn.attention import Chunk, needed_of_all
 from mac_rag.nn.bank_view import BankRows, BoundedView, is_bounded, is_view, prior_keys
 from mac_rag.nn.cross_attention import CrossAttentionBlock
 from mac_rag.nn.memory_slots import FirstRows, MemorySlots
-from mac_rag.nn.prior import Candidates, DocumentPrior, PriorKeys, RankedFirst, RecencyTerm
+from mac_rag.nn.prior import Candidates, ChosenKeys, DocumentPrior, RankedFirst, RecencyTerm
 
 # Number of needed rows whose keys and values are gathered at a time.
 _GATHERED = 256
@@ -180,7 +180,8 @@ class AttendedBank:
             return None
         if not is_view(self.bank) or not self.bank.documents:
             return None
-        if self.slots is not None and isinstance(self.prior_keys, Tensor) and self.prior_keys.ndim == 3:
+        keys = self.prior_keys
+        if self.slots is not None and (isinstance(keys, ChosenKeys) or (isinstance(keys, Tensor) and keys.ndim == 3)):
             return None  # each question has its own rows, and they are few
         if self.queries.device.type != "cpu" and not (is_bounded(self.bank) and not self.bank.cached):
             return None
@@ -218,7 +219,7 @@ class AttendedBank:
         if self.recency is None or self.prior is None or keys is None or dates is None:
             return None
         width = self.prior.key.out_features
-        summaries = keys if isinstance(keys, PriorKeys) else keys[..., :width]
+        summaries = keys[..., :width] if isinstance(keys, Tensor) else keys
         if not len(dates):  # one of several processes may have no rows; then its keys have no width
             summaries = self._by_text.new_empty(0, width)
         return RankedFirst.among(self._by_text, summaries, dates)

@@ -9,7 +9,7 @@ from typing import Protocol, TypeGuard
 import torch
 from torch import Tensor
 
-from mac_rag.nn.prior import PriorKeys
+from mac_rag.nn.prior import ChosenKeys, PriorKeys
 
 CHUNK_ROWS = 8192
 
@@ -22,7 +22,7 @@ class BankRows(Protocol):
     """
 
     @property
-    def prior_keys(self) -> Tensor | PriorKeys | None:
+    def prior_keys(self) -> Tensor | PriorKeys | ChosenKeys | None:
         """The rows' keys of the document prior, as a tensor `[K, d_prior]` or `[G, K, d_prior]`; None without one."""
 
     @property
@@ -114,7 +114,7 @@ class BankProjection:
         return BankProjection(keys, values, chosen_keys, self.chunk_rows, dates)
 
 
-def prior_keys(bank: BankRows) -> Tensor | PriorKeys:
+def prior_keys(bank: BankRows) -> Tensor | PriorKeys | ChosenKeys:
     """The rows' keys of the document prior.
 
     Raises:

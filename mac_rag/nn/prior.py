@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple, TypeAlias
+from itertools import accumulate
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -14,11 +16,6 @@ from torch.nn import functional
 
 from mac_rag.nn.memory_tokens import MemoryTokens
 
-# The offsets of the places in the other two `[L + 1]`; documents, int32, and numbers, place after place.
-Postings: TypeAlias = tuple[Tensor, Tensor, Tensor]
-# Lexical vectors of K documents without their zeros: counts, places and weights, as in `PriorKeys`, and their postings,
-# where they are known.
-Lexical: TypeAlias = tuple[Tensor, Tensor, Tensor, Postings | None]
 _ENTRIES = 1 << 20  # of postings that are chosen from at a time, as int64 numbers of all would take much memory
 # Keys of a part from which on a change does not copy it, unless it is larger than one `_SHARE`th of the part. Below, a
 # copy takes some milliseconds at most.
@@ -79,14 +76,14 @@ class DocumentPrior(nn.Module):
             return queries
         return torch.cat([queries, weight * question.lexical.flatten(1)], -1)
 
-    def score(self, queries: Tensor, keys: Tensor | PriorKeys) -> Tensor:
+    def score(self, queries: Tensor, keys: Tensor | PriorKeys | ChosenKeys) -> Tensor:
         """Scores `[B, K]`.
 
         Args:
             queries: `[B, d_prior]`.
             keys: `[K, d_prior]`, or `[G, K, d_prior]` if each run of B / G questions has its own documents.
         """
-        if isinstance(keys, PriorKeys):
+        if not isinstance(keys, Tensor):
             products = keys.products(queries)
         elif keys.ndim == 3:
             products = (queries.unflatten(0, (len(keys), -1)) @ keys.mT).flatten(0, 1)
@@ -96,73 +93,98 @@ class DocumentPrior(nn.Module):
         return scores
 
 
-def postings_of(counts: Tensor, places: Tensor, weights: Tensor, width: int) -> Postings:
-    """For each place of the lexical parts, the documents that are not zero there, and their numbers there.
+class Postings(NamedTuple):
+    """Lexical vectors of K documents without their zeros, place by place, as a question reads them.
 
-    Args:
-        counts, places, weights, width: see `PriorKeys`.
+    Attributes:
+        ends: int64 `[L + 1]`, the offsets of the places in the other two.
+        documents: int32, for each place the documents that are not zero there, ascending.
+        weights: their numbers there.
     """
-    small = places.numpy().astype(np.uint16 if width <= 1 << 16 else np.uint32)
-    order = torch.from_numpy(np.argsort(small, kind="stable"))  # a radix sort for 16 bits
-    documents = torch.arange(len(counts), dtype=torch.int32).repeat_interleave(counts)
-    ends = torch.nn.functional.pad(torch.bincount(places, minlength=width).cumsum(0), (1, 0))
-    return ends, documents[order], weights[order]
 
+    ends: Tensor
+    documents: Tensor
+    weights: Tensor
 
-def kept_postings(postings: Postings, mask: Tensor) -> Postings:
-    """The postings of those of K documents where `mask` `[K]` is True, which are numbered anew, without a sort."""
-    ends, documents, weights = postings
-    numbers = mask.cumsum(0, dtype=torch.int32) - 1
-    found, dropped, start = [], [], 0
-    for some, of_some in zip(documents.split(_ENTRIES), weights.split(_ENTRIES), strict=True):
-        remains = mask.index_select(0, some)
-        dropped.append((~remains).nonzero()[:, 0] + start)
-        found.append((numbers.index_select(0, some.masked_select(remains)), of_some.masked_select(remains)))
-        start += len(some)
-    documents, weights = map(torch.cat, zip(*found, strict=True))
-    return ends - torch.searchsorted(torch.cat(dropped), ends), documents, weights
+    @classmethod
+    def of(cls, counts: Tensor, places: Tensor, weights: Tensor, width: int) -> Postings:
+        """Sorts what stands document after document.
 
+        Args:
+            counts: int32 `[K]`, how many numbers of each document are not zero.
+            places: int32 `[sum of counts]`, the indices of these numbers.
+            weights: `[sum of counts]`, the numbers.
+            width: L.
+        """
+        documents = torch.arange(len(counts), dtype=torch.int32, device=counts.device).repeat_interleave(counts)
+        return cls._sorted(places, documents, weights, width)
 
-def joined_postings(postings: Postings, documents: int, counts: Tensor, places: Tensor, weights: Tensor) -> Postings:
-    """The postings of K documents and of others after them; only those of the others are sorted.
+    @classmethod
+    def _sorted(cls, places: Tensor, documents: Tensor, weights: Tensor, width: int) -> Postings:
+        ends = functional.pad(torch.bincount(places, minlength=width).cumsum(0), (1, 0))
+        small = places.cpu().numpy().astype(np.uint16 if width <= 1 << 16 else np.uint32)
+        order = torch.from_numpy(np.argsort(small, kind="stable")).to(places.device)  # a radix sort for 16 bits
+        return cls(ends, documents[order], weights[order])
 
-    Args:
-        postings: those of the K documents.
-        documents: K.
-        counts, places, weights: of the others, as in `PriorKeys`.
-    """
-    ends = postings[0]
-    new_ends, others, their_weights = postings_of(counts, places, weights, len(ends) - 1)
-    at = ends[1:].repeat_interleave(new_ends.diff()) + torch.arange(len(others))
-    is_former = torch.ones(len(postings[1]) + len(others), dtype=torch.bool)
-    is_former[at] = False
+    @classmethod
+    def cat(cls, parts: Sequence[Postings], documents: Sequence[int]) -> Postings:
+        """Those of several parts, at least one, in order; only what comes after the first part is sorted.
 
-    def woven(former: Tensor, new: Tensor) -> Tensor:
-        whole = torch.empty(len(is_former), dtype=torch.promote_types(former.dtype, new.dtype))
-        whole[at] = new.to(whole.dtype)
-        return whole.masked_scatter_(is_former, former.to(whole.dtype))
+        Args:
+            parts: the parts.
+            documents: K of each.
+        """
+        if len(parts) == 1:
+            return parts[0]
+        starts = accumulate(documents[:-1])
+        rest = [(part._places(), part.documents + start, part.weights) for part, start in zip(parts[1:], starts)]
+        places, others, weights = (torch.cat(column) for column in zip(*rest, strict=True))
+        return parts[0]._joined(cls._sorted(places, others, weights, parts[0].width))
 
-    return ends + new_ends, woven(postings[1], others + documents), woven(postings[2], their_weights)
+    @property
+    def width(self) -> int:
+        """L."""
+        return len(self.ends) - 1
 
+    def at(self, place: int, index: Tensor) -> Tensor:
+        """The numbers of the documents `index` `[n]` at a place."""
+        start, stop = self.ends[place : place + 2].tolist()
+        if start == stop:
+            return self.weights.new_zeros(len(index))
+        documents, index = self.documents[start:stop], index.int()
+        found = torch.searchsorted(documents, index).clamp(max=stop - start - 1)
+        return self.weights[start:stop][found] * (documents[found] == index)
 
-def joined_lexical(parts: Sequence[Lexical]) -> Lexical:
-    """The lexical vectors of several parts, at least one, in order; their postings if those of the first are known."""
-    first_counts, first_places, first_weights, postings = parts[0]
-    counts, places, weights = map(torch.cat, list(zip(*parts, strict=True))[:-1])
-    if postings is not None:
-        new = counts[len(first_counts) :], places[len(first_places) :], weights[len(first_weights) :]
-        postings = joined_postings(postings, len(first_counts), *new)
-    return counts, places, weights, postings
+    def _places(self) -> Tensor:
+        """The place of each number."""
+        return torch.arange(self.width, device=self.ends.device).repeat_interleave(self.ends.diff())
 
+    def _joined(self, others: Postings) -> Postings:
+        """These, and those of other documents, whose numbers are larger."""
+        at = self.ends[1:].repeat_interleave(others.ends.diff())
+        at += torch.arange(len(at), device=at.device)
+        is_former = torch.ones(len(self.documents) + len(at), dtype=torch.bool, device=at.device)
+        is_former[at] = False
 
-def kept_lexical(lexical: Lexical, mask: Tensor) -> Lexical:
-    """The lexical vectors of those of K documents where `mask` `[K]` is True."""
-    counts, places, weights, postings = lexical
-    entries = mask.repeat_interleave(counts)
-    if postings is not None:
-        postings = kept_postings(postings, mask)
-    # For one dimension, `masked_select` takes a third of the time of an index.
-    return counts[mask], places.masked_select(entries), weights.masked_select(entries), postings
+        def woven(former: Tensor, new: Tensor) -> Tensor:
+            whole = former.new_empty(len(is_former), dtype=torch.promote_types(former.dtype, new.dtype))
+            whole[at] = new.to(whole.dtype)
+            return whole.masked_scatter_(is_former, former.to(whole.dtype))
+
+        documents, weights = woven(self.documents, others.documents), woven(self.weights, others.weights)
+        return Postings(self.ends + others.ends, documents, weights)
+
+    def kept(self, mask: Tensor) -> Postings:
+        """Those of the documents where `mask` `[K]` is True, which are numbered anew, without a sort."""
+        numbers = mask.cumsum(0, dtype=torch.int32) - 1
+        found, dropped, start = [], [], 0
+        for some, of_some in zip(self.documents.split(_ENTRIES), self.weights.split(_ENTRIES), strict=True):
+            remains = mask.index_select(0, some)
+            dropped.append((~remains).nonzero()[:, 0] + start)
+            found.append((numbers.index_select(0, some.masked_select(remains)), of_some.masked_select(remains)))
+            start += len(some)
+        documents, weights = map(torch.cat, zip(*found, strict=True))
+        return Postings(self.ends - torch.searchsorted(torch.cat(dropped), self.ends), documents, weights)
 
 
 class PriorKeys:
@@ -175,28 +197,16 @@ class PriorKeys:
         >>> keys = PriorKeys.of(torch.ones(1, 2), torch.tensor([[0.0, 3.0, 0.0]]))
         >>> keys.products(torch.tensor([[1.0, 1.0, 5.0, 1.0, 7.0]]))
         tensor([[5.]])
-        >>> keys.take(torch.tensor([0]))
-        tensor([[1., 1., 0., 3., 0.]])
+        >>> keys.summaries(torch.tensor([0]))
+        tensor([[1., 1.]])
 
     Args:
         dense: `[K, P]`.
-        counts: `[K]`, int32, how many numbers of each document's lexical part are not zero.
-        places: `[sum of counts]`, int32, the indices of these numbers in the part; document after document.
-        weights: `[sum of counts]`, the numbers. Products are computed in float32 at least.
-        width: L; 0 without lexical parts.
-        postings: `postings_of` these, where they are known already.
+        lexical: the lexical parts; None for keys without them. Products are computed in float32 at least.
     """
 
-    def __init__(
-        self,
-        dense: Tensor,
-        counts: Tensor,
-        places: Tensor,
-        weights: Tensor,
-        width: int,
-        postings: Postings | None = None,
-    ) -> None:
-        self._parts = [_Part(dense, (counts, places, weights, postings), width)]
+    def __init__(self, dense: Tensor, lexical: Postings | None) -> None:
+        self._parts = [_Part(dense, lexical)]
 
     @classmethod
     def _of_parts(cls, parts: list[_Part]) -> PriorKeys:
@@ -208,10 +218,11 @@ class PriorKeys:
     def of(cls, dense: Tensor, lexical: Tensor | None) -> PriorKeys:
         """Keys from lexical parts with their zeros, `[K, L]`; None for keys without lexical parts."""
         if lexical is None:
-            lexical = dense.new_empty(len(dense), 0)
+            return cls(dense, None)
         filled = lexical != 0
         weights = lexical[filled].to(torch.promote_types(lexical.dtype, torch.float32))
-        return cls(dense, filled.sum(1, dtype=torch.int32), filled.nonzero()[:, 1].int(), weights, lexical.shape[1])
+        counts, places = filled.sum(1, dtype=torch.int32), filled.nonzero()[:, 1].int()
+        return cls(dense, Postings.of(counts, places, weights, lexical.shape[1]))
 
     @classmethod
     def cat(cls, several: Sequence[PriorKeys]) -> PriorKeys:
@@ -249,16 +260,16 @@ class PriorKeys:
         products = [part.products(queries) for part in self._parts]
         return products[0] if len(products) == 1 else torch.cat(products, 1)
 
-    def take(self, index: Tensor) -> Tensor:
-        """The keys of the documents `index` `[n]`, including all zeros, `[n, P + L]`."""
-        return self._found(index, _Part.take)
-
     def summaries(self, index: Tensor) -> Tensor:
         """The part of the keys that compares summaries, of the documents `index` `[n]`: `[n, P]`."""
         return self._found(index, _Part.summaries)
 
+    def products_of(self, queries: Tensor, index: Tensor) -> Tensor:
+        """The products of queries `[B, P + L]` with the keys of a few documents `index` `[n]`: `[B, n]`."""
+        return self._found(index, lambda part, own: part.products_of(queries, own).T).T
+
     def _found(self, index: Tensor, read: Callable[[_Part, Tensor], Tensor]) -> Tensor:
-        """What `read` gives for the documents `index` `[n]`, each read from its part."""
+        """What `read` gives for each of the documents `index` `[n]`, each read from its part."""
         if len(self._parts) == 1:
             return read(self._parts[0], index)
         starts = torch.tensor([0, *map(len, self._parts)], device=index.device).cumsum(0)
@@ -267,21 +278,40 @@ class PriorKeys:
         return found[owner.sort(stable=True).indices.argsort()]
 
 
+@dataclass(frozen=True)
+class ChosenKeys:
+    """Keys of documents that were chosen among many.
+
+    Attributes:
+        keys: those of all.
+        index: `[G, n]`, the chosen ones; each run of B / G questions has its own.
+    """
+
+    keys: PriorKeys
+    index: Tensor
+
+    def products(self, queries: Tensor) -> Tensor:
+        """The products of `[B, P + L]` queries with the keys that are theirs, `[B, n]`."""
+        runs = queries.unflatten(0, (len(self.index), -1))
+        return torch.cat([self.keys.products_of(*run) for run in zip(runs, self.index, strict=True)])
+
+    @property
+    def summaries(self) -> Tensor:
+        """The part of the keys that compares summaries, `[G, n, P]`."""
+        found: Tensor = self.keys.summaries(self.index.flatten()).unflatten(0, self.index.shape)
+        return found
+
+
 class _Part:
     """Some keys; some of these may be gone, but still take memory.
 
     Args:
-        dense, lexical, width: see `PriorKeys`.
+        dense, lexical: see `PriorKeys`.
         chosen: `[k]`, ascending, the indices of those that are not gone; None for all.
     """
 
-    def __init__(self, dense: Tensor, lexical: Lexical, width: int, chosen: Tensor | None = None) -> None:
-        self.dense = dense
-        self.counts, self.places, self.weights, postings = lexical
-        if postings is not None:
-            self._postings = postings
-        self.width = width
-        self.chosen = chosen
+    def __init__(self, dense: Tensor, lexical: Postings | None, chosen: Tensor | None = None) -> None:
+        self.dense, self.lexical, self.chosen = dense, lexical, chosen
 
     @classmethod
     def cat(cls, parts: Sequence[_Part]) -> _Part:
@@ -289,8 +319,9 @@ class _Part:
         if len(parts) == 1:
             return parts[0]
         copies = [part if part.chosen is None else part._copied(part.chosen) for part in parts]
-        lexical = joined_lexical([copy._lexical for copy in copies])
-        return cls(torch.cat([copy.dense for copy in copies]), lexical, copies[0].width)
+        lexical = [copy.lexical for copy in copies if copy.lexical is not None]
+        joined = Postings.cat(lexical, list(map(len, copies))) if lexical else None
+        return cls(torch.cat([copy.dense for copy in copies]), joined)
 
     def __len__(self) -> int:
         return len(self.dense if self.chosen is None else self.chosen)
@@ -302,13 +333,13 @@ class _Part:
         chosen = mask.nonzero()[:, 0] if self.chosen is None else self.chosen[mask]
         if len(self.dense) < _LARGE or _SHARE * (len(self.dense) - len(chosen)) > len(self.dense):
             return self._copied(chosen)
-        return _Part(self.dense, self._lexical, self.width, chosen)
+        return _Part(self.dense, self.lexical, chosen)
 
     def _copied(self, chosen: Tensor) -> _Part:
         """A copy of some."""
         mask = torch.zeros(len(self.dense), dtype=torch.bool, device=self.dense.device)
         mask[chosen] = True
-        return _Part(self.dense[chosen], kept_lexical(self._lexical, mask), self.width)
+        return _Part(self.dense[chosen], None if self.lexical is None else self.lexical.kept(mask))
 
     def products(self, queries: Tensor) -> Tensor:
         """As `PriorKeys.products`."""
@@ -320,55 +351,50 @@ class _Part:
         # kernels that are several times slower.
         columns = queries[:, : self.dense.shape[1]].expand(max(2, len(queries)), -1).contiguous().T
         products = (self.dense @ columns)[:, : len(queries)].T
-        if not self.width or not len(self.weights):
+        if self.lexical is None or not len(self.lexical.weights):
             return products
-        lexical = queries[:, self.dense.shape[1] :].to(torch.promote_types(self.weights.dtype, torch.float32))
-        if self.weights.device.type != "cpu":
+        weights = self.lexical.weights
+        lexical = queries[:, self.dense.shape[1] :].to(torch.promote_types(weights.dtype, torch.float32))
+        if weights.device.type != "cpu":
             return products + (self._matrix @ lexical.T).T.to(products.dtype)
-        return products + torch.stack([self._lexical_products(query) for query in lexical]).to(products.dtype)
+        found = [self._lexical_products(self.lexical, query) for query in lexical]
+        return products + torch.stack(found).to(products.dtype)
 
-    def _lexical_products(self, query: Tensor) -> Tensor:
+    def _lexical_products(self, postings: Postings, query: Tensor) -> Tensor:
         """The products with the lexical part `[L]` of one query; reads only the places where it is not zero."""
-        ends, documents, weights = self._postings
+        ends, documents, weights = postings
         products = query.new_zeros(len(self.dense))
         for place in query.nonzero()[:, 0].tolist():
             here = slice(int(ends[place]), int(ends[place + 1]))
             products.index_add_(0, documents[here], query[place] * weights[here].to(query.dtype))
         return products
 
-    @property
-    def _lexical(self) -> Lexical:
-        return self.counts, self.places, self.weights, self.__dict__.get("_postings")
-
-    @cached_property
-    def _postings(self) -> Postings:
-        return postings_of(self.counts, self.places, self.weights, self.width)
-
     def summaries(self, index: Tensor) -> Tensor:
         """As `PriorKeys.summaries`."""
         return self.dense[index if self.chosen is None else self.chosen[index]]
 
-    def take(self, index: Tensor) -> Tensor:
-        """As `PriorKeys.take`."""
+    def products_of(self, queries: Tensor, index: Tensor) -> Tensor:
+        """As `PriorKeys.products_of`."""
+        products = queries[:, : self.dense.shape[1]] @ self.summaries(index).T
+        if self.lexical is None or not len(self.lexical.weights):
+            return products
         index = index if self.chosen is None else self.chosen[index]
-        starts = self.counts.cumsum(0) - self.counts  # in int64
-        counts = self.counts[index]
-        row = torch.arange(len(index), device=index.device).repeat_interleave(counts)
-        within = torch.arange(len(row), device=index.device) - (counts.cumsum(0) - counts).repeat_interleave(counts)
-        entries = starts[index].repeat_interleave(counts) + within
-        lexical = self.dense.new_zeros(len(index), self.width)
-        lexical[row, self.places[entries].long()] = self.weights[entries].to(lexical.dtype)
-        return torch.cat([self.dense[index], lexical], 1)
+        lexical = queries[:, self.dense.shape[1] :]
+        for place in lexical.any(0).nonzero()[:, 0].tolist():
+            products += lexical[:, place, None] * self.lexical.at(place, index).to(products.dtype)
+        return products
 
     @cached_property
     def _matrix(self) -> Tensor:
-        """The lexical parts as a sparse matrix."""
-        starts = torch.nn.functional.pad(self.counts.cumsum(0), (1, 0)).to(torch.int32)
+        """The lexical parts as a sparse matrix `[K, L]`."""
+        assert self.lexical is not None
+        ends, documents, weights = self.lexical
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "Sparse CSR tensor support is in beta state")
-            shape = len(self.dense), self.width
-            weights = self.weights.to(torch.promote_types(self.weights.dtype, torch.float32))
-            return torch.sparse_csr_tensor(starts, self.places, weights, shape, check_invariants=False)
+            warnings.filterwarnings("ignore", "Sparse CS. tensor support is in beta state")
+            shape = len(self.dense), self.lexical.width
+            weights = weights.to(torch.promote_types(weights.dtype, torch.float32))
+            columns = torch.sparse_csc_tensor(ends.int(), documents, weights, shape, check_invariants=False)
+            return columns.to_sparse_csr()
 
 
 # The recency term of the document prior: of documents on the same subject, the newest that a question can mean counts.
@@ -474,13 +500,13 @@ class RankedFirst(NamedTuple):
     candidates: Candidates
 
     @classmethod
-    def among(cls, scores: Tensor, keys: Tensor | PriorKeys, dates: Tensor) -> RankedFirst:
+    def among(cls, scores: Tensor, keys: Tensor | PriorKeys | ChosenKeys, dates: Tensor) -> RankedFirst:
         """The candidates of all rows; of equal scores, the first rows.
 
         Args:
             scores: `[B, K]`, the prior's scores; `-inf` for rows that a question may not see.
             keys: the part that compares summaries, `[K, P]`, or `[G, K, P]` if each run of B / G questions has its own
-                rows; or whole keys of the bank.
+                rows; or whole keys.
             dates: `[K]` or `[G, K]`.
         """
         count = min(CANDIDATES, scores.shape[1])
@@ -488,6 +514,8 @@ class RankedFirst(NamedTuple):
         index = scores.topk(count, 1).indices.sort(1).values
         order = scores.gather(1, index).sort(dim=1, descending=True, stable=True).indices
         index = index.gather(1, order)
+        if isinstance(keys, ChosenKeys):
+            keys = keys.summaries
         if isinstance(keys, PriorKeys):
             found = keys.summaries(index.flatten()).unflatten(0, index.shape), dates[index]
         elif keys.ndim == 3:

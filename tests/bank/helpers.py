@@ -23,6 +23,7 @@ from mac_rag.bank.directory import index_crc
 from mac_rag.bank.rows import RowLayout
 from mac_rag.data.types import Document
 from mac_rag.errors import BankError
+from mac_rag.nn.prior import PriorKeys
 from mac_rag.nn.product_quantizer import ProductQuantizer
 from tests.places import IN_MEMORY
 
@@ -169,3 +170,16 @@ def rows_read(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
     monkeypatch.setattr(Contents, "take", counted)
     return numbers
+
+
+def whole_keys(keys: PriorKeys) -> Tensor:
+    """Keys of the document prior with their zeros, `[K, P + L]`."""
+    [held, *_] = keys._parts
+    width = held.dense.shape[1] + (0 if held.lexical is None else held.lexical.width)
+    return keys.products(torch.eye(width, dtype=held.dense.dtype)).T
+
+
+def overview_of(bank: Contents) -> list[list[Any]]:
+    """All that a bank keeps to be read of every row at once."""
+    parts = bank.overview() if bank.layout.summary else []
+    return [[each.tolist() for each in (part.summaries, *part.lexical)] for part in parts]

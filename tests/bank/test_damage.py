@@ -27,7 +27,7 @@ from mac_rag.bank.verify import verify
 from mac_rag.data.types import Document
 from mac_rag.errors import DamageError, MACError
 from mac_rag.nn.product_quantizer import ProductQuantizer
-from tests.bank.helpers import TOKENS, WIDTH, alter, alter_setting, fast_folder, memory
+from tests.bank.helpers import TOKENS, WIDTH, alter, alter_setting, fast_folder, memory, overview_of
 
 MODEL = "f00d" * 16
 NAMES = ["a", "b", "ü/..\\\n", "d", "e"]
@@ -81,9 +81,7 @@ USES: dict[str, Callable[[MemoryBank], Any]] = {
     "known": lambda bank: bank.visible_rows(KnownDocuments(bank, None)).tolist(),
     "phi": lambda bank: bank.phi.tolist(),
     "take": lambda bank: bank.take(torch.tensor([7, 0, 3])).tolist(),
-    "overview": lambda bank: (
-        [[c.tolist() for c in part[:4]] for part in bank.overview()] if bank.layout.summary else None
-    ),
+    "overview": overview_of,
 }
 
 
@@ -255,7 +253,12 @@ SETTINGS = {
     "version": ["-1", "[]", str(1 << 80), "9" * 5000, "NaN", "{", "[" * 100_000],
     "shape": ["null", "[2]", "[2, 0]", "[-2, 3]", f"[{1 << 40}, {1 << 40}]", "[2147483647, 2147483647]", "[2, 4]"],
     "next_sequence": ["0", "null"],
-    "layout": ['{"dtype": "fp64"}', '{"dtype": "bf16", "code_bytes": 3}', '{"summary": 1, "prior_keys": 2}'],
+    "layout": [
+        '{"dtype": "bf16", "lexical_vectors": 2147483647, "summary": 2}',
+        '{"dtype": "fp64"}',
+        '{"dtype": "bf16", "code_bytes": 3}',
+        '{"summary": 1, "prior_keys": 2}',
+    ],
     "intent": ['{"puts": [[]]}', '{"other": 1}'],
     "fingerprint": ["null", "3"],
     "keep_texts": ['"perhaps"'],

@@ -17,7 +17,7 @@ from mac_rag.data.types import Document
 from mac_rag.nn.aggregation import AggregationNetwork
 from mac_rag.nn.attention import direct_attention
 from mac_rag.nn.memory_tokens import MemoryTokens
-from tests.bank.helpers import rows_read
+from tests.bank.helpers import rows_read, whole_keys
 
 TOKENS, LEXICAL, WIDTH = 3, 2, 8
 CLOSE = {"rtol": 1e-5, "atol": 1e-5}  # summaries are kept in single precision
@@ -55,7 +55,7 @@ def view(net: AggregationNetwork, bank: MemoryBank, budget: int) -> ProjectedBan
 def read(projected: ProjectedBank) -> dict[str, Any]:
     """All that attention asks of a view, in the order in which it may ask."""
     index = torch.arange(projected.documents)[::2]
-    found: dict[str, Any] = {"prior keys": projected.prior_keys.take(torch.arange(projected.documents))}
+    found: dict[str, Any] = {"prior keys": whole_keys(projected.prior_keys)}
     for block in range(2):
         found[f"norms {block}"] = projected.longest(block)
         found[f"rows {block}"] = torch.stack(projected.rows(block, index))

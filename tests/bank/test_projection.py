@@ -21,6 +21,7 @@ from mac_rag.nn.attended_bank import AttendedBank
 from mac_rag.nn.attention import direct_attention
 from mac_rag.nn.bank_view import BankView
 from mac_rag.nn.memory_tokens import MemoryTokens
+from tests.bank.helpers import whole_keys
 
 TOKENS, WIDTH, BLOCKS = 3, 8, 2
 ROW_BYTES = TOKENS * BLOCKS * 2 * 2 * 4 * 8  # keys and values of 2 heads of 4, in double precision
@@ -85,7 +86,7 @@ def assert_same(projected: ProjectedBank, **tolerance: float) -> None:
                 norms.double(), whole(projected, block)[0].double().norm(dim=-1).amax(-1), **tolerance
             )
     keys = projected.prior_keys
-    keys = keys if keys is None else keys.take(torch.arange(len(keys)))
+    keys = keys if keys is None else whole_keys(keys)
     torch.testing.assert_close(keys, expected.prior_keys)
 
 
@@ -186,7 +187,7 @@ def test_a_selection_is_indexing(data: st.DataObject, budget: int, chunk_rows: i
     narrower = torch.tensor([data.draw(st.permutations(range(chosen)))[:1] for _ in range(questions)])
     for bank, wanted in ((selected, index), (selected.select(narrower), index.gather(1, narrower))):
         assert bank.documents == wanted.shape[1]
-        torch.testing.assert_close(bank.prior_keys, expected.prior_keys[wanted])
+        torch.testing.assert_close(bank.prior_keys.summaries, expected.prior_keys[wanted])
         for block in range(BLOCKS):
             for fast, plain in zip(whole(bank, block), (expected.keys[block], expected.values[block])):
                 torch.testing.assert_close(fast, plain[:, wanted].transpose(0, 1))
@@ -226,7 +227,7 @@ def test_a_view_of_an_earlier_version_is_refused() -> None:
 def test_no_gradients_are_kept() -> None:
     projected = view(filled(3))
     assert not any(tensor.requires_grad for tensor in itertools.chain(*projected.chunks(0)))
-    assert not projected.prior_keys.take(torch.arange(3)).requires_grad
+    assert not projected.prior_keys.summaries(torch.arange(3)).requires_grad
 
 
 @pytest.mark.parametrize("mass", [False, True])

@@ -16,7 +16,7 @@ from torch import Tensor
 from mac_rag.bank import MemoryBank, database
 from mac_rag.bank import bank as module
 from mac_rag.bank.bank import Contents, Snapshot
-from mac_rag.bank.rows import RowLayout
+from mac_rag.bank.rows import RowLayout, Summaries
 from mac_rag.bank.verify import verify
 from mac_rag.data.types import Document
 from mac_rag.errors import BankError
@@ -283,12 +283,12 @@ class Banks(RuleBasedStateMachine):
         assert torch.equal(bank.take(index), phi[index])
         if self.layout.summary or self.layout.lexical_vectors:
             parts = list(bank.overview(low))
-            assert sum(len(part.counts) for part in parts) == len(phi) - low
+            assert sum(len(part.summaries) for part in parts) == len(phi) - low
             summaries = torch.cat([entry.summaries for entry in entries])[low:]
             assert torch.equal(torch.cat([part.summaries for part in parts]) if parts else summaries, summaries)
-            weights = torch.cat([part.weights for part in parts]) if parts else torch.empty(0)
-            lexical = phi[low:, TOKENS:].flatten()
-            assert torch.equal(weights, lexical[lexical != 0])
+            by_place = phi[low:, TOKENS:].flatten(1).T
+            weights = Summaries.cat(parts).lexical.weights if parts else torch.empty(0)
+            assert torch.equal(weights, by_place[by_place != 0])
 
 
 TestBanks = Banks.TestCase

@@ -19,7 +19,7 @@ from mac_rag.nn.attention import direct_attention, recomputing_attention
 from mac_rag.nn.bank_view import BankProjection
 from mac_rag.nn.hierarchical import hierarchical
 from mac_rag.nn.memory_tokens import MemoryTokens
-from mac_rag.nn.prior import CANDIDATES, Candidates, PriorKeys, RankedFirst, postings_of
+from mac_rag.nn.prior import CANDIDATES, Candidates, ChosenKeys, PriorKeys, RankedFirst
 from tests.nn.helpers import network, random, random_texts
 
 
@@ -45,21 +45,22 @@ def test_products_and_choices_of_keys(
     plain = torch.cat([torch.cat(parts, 1) for parts in zip(dense, words)])
     parts = [PriorKeys.of(*part) for part in zip(dense, words)]
     queries = torch.cat([torch.randn(questions, 3), lexical(questions, width, seed + 20)], 1)
-    if data.draw(st.booleans()):
-        parts[0].products(queries)  # which sorts its postings; those of the others are put among them
     keys = PriorKeys.cat(parts)
-    if data.draw(st.booleans()):
-        torch.testing.assert_close(keys.products(queries), queries @ plain.T)
+    torch.testing.assert_close(keys.products(queries), queries @ plain.T)
     mask = torch.tensor(data.draw(st.lists(st.booleans(), min_size=len(plain), max_size=len(plain))), dtype=torch.bool)
     kept = keys.kept(mask)
     assert len(kept) == int(mask.sum())
     torch.testing.assert_close(kept.products(queries), queries @ plain[mask].T)
-    for (held,) in (keys._parts, kept._parts):  # so few are one part
-        sorted_anew = postings_of(held.counts, held.places, held.weights, width)
-        assert all(torch.equal(*pair) for pair in zip(held._postings, sorted_anew, strict=True))
+    for of, found in ((plain, keys), (plain[mask], kept)):
+        [held] = found._parts  # so few are one part
+        [sorted_anew] = PriorKeys.of(of[:, :3], of[:, 3:])._parts
+        assert all(map(torch.equal, held.lexical, sorted_anew.lexical))
     if len(plain):
-        index = torch.tensor(data.draw(st.lists(st.integers(0, len(plain) - 1), max_size=5)), dtype=torch.long)
-        assert torch.equal(keys.take(index), plain[index])
+        numbers = st.lists(st.integers(0, len(plain) - 1), min_size=2, max_size=2)
+        index = torch.tensor(data.draw(st.lists(numbers, min_size=questions, max_size=questions)))
+        chosen = ChosenKeys(keys, index)
+        torch.testing.assert_close(chosen.products(queries), (queries @ plain.T).gather(1, index))
+        assert torch.equal(chosen.summaries, plain[index, :3])
 
 
 @settings(max_examples=60, deadline=None)
@@ -89,7 +90,7 @@ def test_keys_after_changes_are_those_of_what_is_left(first: int, changes: list[
             assert len(keys) == len(plain)
             torch.testing.assert_close(keys.products(queries), queries @ plain.T)
             index = torch.randperm(len(plain), generator=generator)
-            assert torch.equal(keys.take(index), plain[index])
+            torch.testing.assert_close(keys.products_of(queries, index), queries @ plain[index].T)
             assert torch.equal(keys.summaries(index), plain[index, :3])
             held = sum(len(part.dense) for part in keys._parts)
             assert held <= max(2, 1.5 * len(plain)), "what is gone takes no more than a third"
@@ -110,8 +111,9 @@ def test_zeros_of_keys_take_no_memory() -> None:
     words[:, :80] = 1.0
     keys = PriorKeys.of(torch.zeros(100, 384), words)
     [part] = keys._parts
-    tensors = (part.dense, part.counts, part.places, part.weights)
-    assert sum(tensor.nbytes for tensor in tensors) == 100 * (384 * 4 + 4 + 80 * 8)
+    assert part.lexical is not None
+    tensors = (part.dense, *part.lexical)
+    assert sum(tensor.nbytes for tensor in tensors) == 100 * (384 * 4 + 80 * 8) + 3073 * 8
 
 
 def test_numbers_in_bf16_are_multiplied_as_numbers_in_float32() -> None:
@@ -119,10 +121,12 @@ def test_numbers_in_bf16_are_multiplied_as_numbers_in_float32() -> None:
     words = torch.rand(50, 30, generator=generator) * (torch.rand(50, 30, generator=generator) < 0.3)
     whole = PriorKeys.of(torch.rand(50, 4, generator=generator), words.bfloat16().float())
     [part] = whole._parts
-    half = PriorKeys(part.dense, part.counts, part.places, part.weights.bfloat16(), 30)
+    assert part.lexical is not None
+    half = PriorKeys(part.dense, part.lexical._replace(weights=part.lexical.weights.bfloat16()))
     queries = torch.rand(3, 34, generator=generator)
     assert torch.equal(half.products(queries), whole.products(queries))
-    assert torch.equal(half.take(torch.tensor([7, 0])), whole.take(torch.tensor([7, 0])))
+    index = torch.tensor([7, 0])
+    assert torch.equal(half.products_of(queries, index), whole.products_of(queries, index))
 
 
 DAY = 86_400_000_000

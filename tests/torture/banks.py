@@ -19,7 +19,7 @@ from mac_rag.bank.rows import RowLayout, row_crc
 from mac_rag.bank.verify import verify
 from mac_rag.data.types import Document
 from mac_rag.nn.product_quantizer import ProductQuantizer
-from tests.bank.helpers import alter_setting, settings_of
+from tests.bank.helpers import alter_setting, overview_of, settings_of
 from tests.torture.mutations import (
     VALUES,
     Mutations,
@@ -99,7 +99,7 @@ def _read(path: Path) -> State:
         names = bank.document_ids
         phi = bank.phi if len(bank) else torch.empty(0)
         assert phi.isfinite().all()
-        summaries = [[part.tolist() for part in parts[:4]] for parts in bank.overview()] if bank.layout.summary else []
+        summaries = overview_of(bank)
         assert len(bank) == len(set(names))
         keys = bank.row_keys.tolist()
         assert keys == sorted(set(keys))
