@@ -61,9 +61,7 @@ Summarise: TypeAlias = Callable[[NewRows], Tensor]
 _PAGE = 512  # entries that are read in one query
 _SUMMARIES = 8192  # rows whose summaries are read in one query
 _BLOBS = 1 << 20  # bytes of rows that are read in one query, if there are several: so few stay in a processor's cache
-_MOST_PLACES = (
-    1 << 24
-)  # numbers of the lexical vectors of a row: of a few vectors as wide as the widest LM, and many more
+_MOST_PLACES = 1 << 24  # numbers of the lexical vectors of a row, whose postings have an offset for each
 # From this many rows on, the keys of a bank are kept in a file of their own. In the bank, they lie between the codes.
 _MANY_ROWS = 2_000
 _MOST_CODES = 1 << 29  # bytes of the codes of a row; SQLite takes twice as many
@@ -1067,7 +1065,8 @@ class MemoryBank(Contents):
                 f"{self.layout.token_bytes:,} bytes a token; make a new bank for them"
             )
         row_shape = self.row_shape
-        fits = phi.ndim == 3 and phi.shape[1] > self.layout.lexical_vectors and phi.shape[2] > 0
+        lexical = self.layout.lexical_vectors
+        fits = phi.ndim == 3 and phi.shape[1] > lexical and 0 < phi.shape[2] and lexical * phi.shape[2] <= _MOST_PLACES
         if not fits or row_shape not in (None, phi.shape[1:]):
             raise BankError(
                 f"memory tokens of shape {list(phi.shape[1:])} do not fit this bank"
