@@ -1066,7 +1066,7 @@ class MemoryBank(Contents):
             )
         row_shape = self.row_shape
         lexical = self.layout.lexical_vectors
-        fits = phi.ndim == 3 and phi.shape[1] > lexical and 0 < phi.shape[2] and lexical * phi.shape[2] <= _MOST_PLACES
+        fits = phi.ndim == 3 and phi.shape[1] > lexical and phi.shape[2] > 0 and lexical * phi.shape[2] <= _MOST_PLACES
         if not fits or row_shape not in (None, phi.shape[1:]):
             raise BankError(
                 f"memory tokens of shape {list(phi.shape[1:])} do not fit this bank"
