@@ -55,6 +55,7 @@ def test_products_and_choices_of_keys(
         [held] = found._parts  # so few are one part
         [sorted_anew] = PriorKeys.of(of[:, :3], of[:, 3:])._parts
         assert all(map(torch.equal, held.lexical, sorted_anew.lexical))
+        assert torch.equal(held._matrix.to_dense(), of[:, 3:])  # what a GPU multiplies with
     if len(plain):
         numbers = st.lists(st.integers(0, len(plain) - 1), min_size=2, max_size=2)
         index = torch.tensor(data.draw(st.lists(numbers, min_size=questions, max_size=questions)))
