@@ -157,7 +157,8 @@ class Postings(NamedTuple):
 
     def _places(self) -> Tensor:
         """The place of each number."""
-        return torch.arange(self.width, device=self.ends.device).repeat_interleave(self.ends.diff())
+        numbers = torch.arange(self.width, dtype=torch.int32, device=self.ends.device)
+        return numbers.repeat_interleave(self.ends.diff())
 
     def _joined(self, others: Postings) -> Postings:
         """These, and those of other documents, whose numbers are larger."""
