@@ -29,7 +29,6 @@ from mac_rag.model import MACModel, Phi
 from mac_rag.model.calibration import Logistic, Mode
 from mac_rag.progress import progress_bar
 from mac_rag.retrieval.base import Hit, Retriever
-from mac_rag.retrieval.bm25 import BM25Retriever
 from mac_rag.sources import LOOKED_AT, find_sources, in_letters_of, support_of, texts_read
 from mac_rag.sync import is_held
 
@@ -200,8 +199,7 @@ def answer_calls(
     retrieved = isolating_errors(lambda some: _contexts_of_calls(some, settings, asked), calls)
     for number, (call, contexts) in enumerate(zip(calls, retrieved, strict=True)):
         try:
-            scored = call.contexts is None and asked is not None and asked.scored
-            ready += _prepared(number, call, contexts, settings, reader, scored)
+            ready += _prepared(number, call, contexts, settings, reader)
         except Exception as error:
             calls.finish(number, error)
         if not call.questions:
@@ -260,19 +258,19 @@ def _contexts_of_calls(
 
 
 def _prepared(
-    number: int, call: Call, contexts: list[Contexts] | Exception, settings: Settings, reader: Reader, scored: bool
+    number: int, call: Call, contexts: list[Contexts] | Exception, settings: Settings, reader: Reader
 ) -> list[_Prepared]:
     """The questions of one call with their fitted prompts."""
     if isinstance(contexts, Exception):
         raise contexts
     prepared = []
     for place, (question, hits) in enumerate(zip(call.questions, contexts, strict=True)):
-        prompt = question if isinstance(question, FittedPrompt) else _fitted(question, hits, settings, reader, scored)
+        prompt = question if isinstance(question, FittedPrompt) else _fitted(question, hits, settings, reader)
         prepared.append(_Prepared(number, place, prompt, hits, call.hear))
     return prepared
 
 
-def _fitted(question: str, hits: Contexts, settings: Settings, reader: Reader, scored: bool) -> FittedPrompt:
+def _fitted(question: str, hits: Contexts, settings: Settings, reader: Reader) -> FittedPrompt:
     """The prompt of a question: documents that the reader reads from the bank are not in it; see `Reader.apart`."""
 
     def write(texts: Sequence[str]) -> FittedPrompt:
@@ -280,13 +278,11 @@ def _fitted(question: str, hits: Contexts, settings: Settings, reader: Reader, s
             question, texts, overflow=settings.overflow, max_new_tokens=settings.max_new_tokens
         )
 
-    apart = reader.apart(hits, settings.allowed, scored=scored) if settings.use_memory else ([], hits)
+    apart = reader.apart(hits, settings.allowed) if settings.use_memory else ([], hits)
     return written(write, *apart)
 
 
-def written(
-    write: Callable[[Sequence[str]], FittedPrompt], read: Sequence[tuple[str, float]], others: Sequence[Hit]
-) -> FittedPrompt:
+def written(write: Callable[[Sequence[str]], FittedPrompt], read: Sequence[str], others: Sequence[Hit]) -> FittedPrompt:
     """The prompt that `write` makes from the texts of other documents than those that are read from the bank."""
     return replace(write([hit.text for hit in others]), read=tuple(read))
 
@@ -444,11 +440,6 @@ class ConsistentRetrieval:
         self._bank = bank
         self._snapshot = snapshot
         self._changes = changes
-
-    @property
-    def scored(self) -> bool:
-        """True if the scores are those of BM25, which say how probable each document is."""
-        return isinstance(self._retriever, BM25Retriever)
 
     def retrieve(self, questions: Sequence[str], k: int, *, allowed: Container[str] | None = None) -> list[list[Hit]]:
         """See `Retriever.retrieve`."""

@@ -539,7 +539,6 @@ class MACEngine:
         use_memory: bool = True,
         allowed: Container[str] | None = None,
         as_of: AsOf = None,
-        retriever: Retriever | None = None,
     ) -> FittedPrompt:
         """A prompt with documents for `answer`; those that the model reads from the bank do not stand in it.
 
@@ -548,7 +547,6 @@ class MACEngine:
                 be several documents with blank lines between them.
             write: makes the prompt from the texts that stand in it, by `MACModel.fit_to_window` or `fit_conversation`.
             use_memory, allowed, as_of: as `answer` takes them.
-            retriever: what has found the documents; None for the engine's own, or for texts of anyone.
 
         Raises:
             DataError: for an `as_of` that is not a date.
@@ -559,8 +557,7 @@ class MACEngine:
             return written(write, [], hits)
         moment = moment_of_question(as_of)
         with self._queue.turn(soon=True), self._question():
-            scored = isinstance(retriever or self.retriever, BM25Retriever) and all(hit.document_id for hit in hits)
-            read, others = self._reader.apart(hits, self._known(allowed, moment), scored=scored)
+            read, others = self._reader.apart(hits, self._known(allowed, moment))
         return written(write, read, others)
 
     def aggregate(self, questions: Sequence[str], allowed: Container[str] | None = None, *, as_of: AsOf = None) -> Phi:

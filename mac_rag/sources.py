@@ -94,7 +94,7 @@ def texts_read(hits: Sequence[Hit], prompt: FittedPrompt) -> dict[str, str]:
         >>> texts_read(hits, FittedPrompt("What opened?", (), ("It opened.", "A fe"), truncated=True))
         {'bridge': 'It opened.', 'river': 'A fe'}
     """
-    from_bank = {name for name, _ in prompt.read}
+    from_bank = set(prompt.read)
     contexts = iter([text for text in prompt.contexts if text.strip()])
     known = [hit for hit in hits if hit.document_id and hit.text.strip()]
     texts = {hit.document_id: hit.text if hit.document_id in from_bank else next(contexts, "") for hit in known}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -123,25 +124,37 @@ def test_a_retrieved_document_of_the_bank_is_not_in_the_prompt(
     assert held.strip() in prompts[-1]
 
 
-def test_both_see_the_retrieved_documents_alone(model: OwnKVModel) -> None:
-    """Of another retriever than BM25 the order counts, whatever its scores are."""
-    engine = engine_of(model, retriever=Fixed([DOCUMENTS[4], DOCUMENTS[2]]))
-    together = engine.answer(QUESTIONS[:1], k=2)
-    only = engine_of(model, [DOCUMENTS[4], DOCUMENTS[2]], retriever=Fixed([DOCUMENTS[4], DOCUMENTS[2]]))
-    assert [one.text for one in together] == texts(only, QUESTIONS[:1], k=2)
-    assert together[0].document_ids == (DOCUMENTS[4].id, DOCUMENTS[2].id)
-    assert together[0].contexts == ()
+def test_retrieved_documents_count_at_least_by_their_rank(model: OwnKVModel) -> None:
+    """Against the plain way: the prior of each document, or less than the best one's by the rank, what is more."""
+    far, near = DOCUMENTS[20], DOCUMENTS[0]
+    engine = engine_of(model, retriever=Fixed([far, near]))
+    question = next(question.question for question in STREAM.questions if question.document_id == near.id)
     with reading(engine) as own:
-        assert own.apart([Hit(DOCUMENTS[4].id, DOCUMENTS[4].text, 1e-9)])[0] == [(DOCUMENTS[4].id, 0.0)]
+        [scores] = own._probable([question], None)
+        read, others = own.apart([Hit(one.id, one.text, 1e-9) for one in (far, near)])
+        assert (read, others) == ([far.id, near.id], [])
+        found = own._biases(scores, read)
+    scale = model.config.bias_scale
+    best = scale * max(scores.values())
+    expected = {name: scale * score for name, score in scores.items()}
+    assert expected.get(far.id, -99.0) < best - 2 < expected[near.id]
+    assert found == pytest.approx(expected | {far.id: best - 2})
+    assert found == pytest.approx(own._biases(scores, [far.id]))
+    [answer] = engine.answer([question], k=2, sources=30)
+    shares = {source.document_id: source.share for source in answer.sources}
+    assert shares[far.id] == pytest.approx(shares[near.id] * math.exp(-2), rel=1e-4)
+    assert len(shares) > 2
+    assert answer.document_ids == (far.id, near.id)
+    assert answer.contexts == ()
 
 
 def test_no_retrieved_document_is_left_out_for_want_of_room(model: OwnKVModel) -> None:
     small = OwnKVModel(model.config.model_copy(update={"memory_tokens": 8}), model.base_lm, None)
-    names = [document.id for document in DOCUMENTS[:4]]
+    names = [document.id for document in DOCUMENTS[10:14]]
     with reading(engine_of(small)) as own:
-        phi = own.aggregate([QUESTIONS[0]], read=[[(name, 0.0) for name in names]]).phi
+        phi = own.aggregate([QUESTIONS[0]], read=[names]).phi
         assert isinstance(phi, ReadRows)
-        assert len(phi.rows[0]) == 4
+        assert len(phi.rows[0]) == 5
         alone = own.aggregate([QUESTIONS[0]]).phi
         assert isinstance(alone, ReadRows)
         assert len(alone.rows[0]) == 1
@@ -157,7 +170,7 @@ def test_a_retrieved_document_of_another_version_is_text(model: OwnKVModel) -> N
     with reading(engine) as own:
         assert own.apart(other) == ([], other)
         read, rest = own.apart([Hit("", f" {DOCUMENTS[1].text}", 0.0)])
-    assert [name for name, _ in read] == [DOCUMENTS[1].id]
+    assert read == [DOCUMENTS[1].id]
     assert not rest
 
 
@@ -236,6 +249,37 @@ def seen(engine: MACEngine, allowed: Any) -> list[Any]:
     return list(phi.rows)
 
 
+def test_what_was_last_known_in_a_year_that_a_question_names_counts_most(model: OwnKVModel) -> None:
+    texts = [
+        f"{year}: the keeper of the light of Orsena, {name}." for year, name in ((1997, "A"), (2001, "B"), (2004, "C"))
+    ]
+    engine = engine_of(
+        model, [Document(text[:4], text) for text in [*texts, "0000: the light of Orsena, 2,002 lamps."]]
+    )
+    with reading(engine) as own:
+        named, unnamed = own._probable(["Who kept the light of Orsena in 2003?", "Who kept the light of Orsena?"], None)
+        with model.without_times():
+            [without] = own._probable(["Who kept the light of Orsena in 2003?"], None)
+    more = {name: score - unnamed[name] for name, score in named.items()}
+    assert more == pytest.approx(
+        {"1997": 12 * math.exp(-6 / 2.7), "2001": 12 * math.exp(-2 / 2.7), "2004": 0, "0000": 0}
+    )
+    assert without == unnamed
+
+
+def test_of_a_long_document_the_part_that_names_the_year_comes_first(model: OwnKVModel) -> None:
+    small = OwnKVModel(model.config.model_copy(update={"max_document_tokens": 80}), model.base_lm, None)
+    sentences = [
+        f"In {year} the keeper of the light of Orsena was {document.text}"
+        for year, document in enumerate(DOCUMENTS, 1970)
+    ]
+    engine = engine_of(small, [Document("long", " ".join(sentences))])
+    assert isinstance(engine.bank, MemoryBank)
+    rows, chunks = engine.bank.rows_of(["long"])["long"], small.chunks(" ".join(sentences))
+    [best, *_] = chosen_keys(engine, "Who kept the light of Orsena in 1985?")
+    assert "In 1985" in chunks[rows.index(best)]
+
+
 def test_later_documents_have_no_influence(model: OwnKVModel) -> None:
     early, late = (
         Document(name, text, {"date": date})
@@ -264,8 +308,8 @@ def test_of_a_long_document_the_parts_that_fit_the_question_come_first(model: Ow
 
 def chosen_keys(engine: MACEngine, question: str) -> list[int]:
     with reading(engine) as own:
-        hits = own._prior.retrieve([question], 5)[0]
-        return [key for key, _ in own.model.chosen(own._candidates(question, own._biased(hits, True)))]
+        [biases] = map(own._biases, own._probable([question], None), [()])
+        return [key for key, _ in own.model.chosen(own._candidates(question, biases))]
 
 
 def test_an_index_and_a_bank_change_together(model: OwnKVModel, tmp_path: Path) -> None:

@@ -90,7 +90,7 @@ def test_of_a_long_document_the_nearest_part_has_the_highest_bias(model: OwnKVMo
     small = OwnKVModel(model.config.model_copy(update={"max_document_tokens": 32}), model.base_lm, None)
     long = Document("long", " ".join([DOCUMENTS[0].text, SOUP.text, DOCUMENTS[1].text]))
     with reading(engine_of(small, [long])) as reader:
-        scores = reader._candidates(COOKING, [("long", 0.0)])
+        scores = reader._candidates(COOKING, {"long": 0.0})
         best = max(scores, key=lambda row: row[1])[0]
         place = reader.bank.row_keys.tolist().index(best)
     assert "carrots" in small.chunks(long.text)[place]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
@@ -16,6 +16,7 @@ from eval.harness.bootstrap import paired_interval
 from eval.harness.kept_answers import KeptAnswer, KeptAnswers, Prompt
 from eval.harness.protocol import judge, summarize
 from eval.harness.results import Gain, Row, Verdict
+from mac_rag.bank.bank import Contents
 from mac_rag.cli.terminal import say
 from mac_rag.config import AttentionConfig
 from mac_rag.data.types import Answer, QADataset
@@ -23,7 +24,7 @@ from mac_rag.engine import MACEngine
 from mac_rag.lm.batching import pad_rows
 from mac_rag.lm.decoding import ExtractiveDecoding, MaxRuleEnsemble, numeral_tokens
 from mac_rag.lm.prompt import FittedPrompt
-from mac_rag.model import BATCH_TOKENS, AmortizedModel
+from mac_rag.model import BATCH_TOKENS, AmortizedModel, OwnKVModel, ReadRow, ReadRows
 from mac_rag.nn.memory_tokens import MemoryTokens
 from mac_rag.progress import progress_bar
 from mac_rag.retrieval import BM25Retriever
@@ -118,6 +119,12 @@ class Controls(ABC):
 class OwnKVControls(Controls):
     """The controls of a memory of the LM's own keys and values."""
 
+    def __init__(self, engine: MACEngine, dataset: QADataset, *, batch_size: int = 32) -> None:
+        super().__init__(engine, dataset, batch_size=batch_size)
+        assert isinstance(engine.model, OwnKVModel)
+        assert isinstance(engine.bank, Contents)
+        self.model, self._bank = engine.model, engine.bank
+
     def all(self) -> Iterator[Control]:
         everything: list[Documents] = [()] * len(self._questions)
         yield Control(MEMORY, self._from_memory, everything)
@@ -155,11 +162,18 @@ class OwnKVControls(Controls):
         """The LM reads rows of documents, all alike."""
 
         def answer(numbers: Sequence[int]) -> list[str]:
-            reads = [tuple((document_id, 0.0) for document_id in documents[number]) for number in numbers]
-            prompts = [replace(self._fitted(number), read=read) for number, read in zip(numbers, reads, strict=True)]
-            return self._asked(prompts, use_memory=True)
+            told: list[str] = []
+            for start in range(0, len(numbers), self.batch_size):
+                some = numbers[start : start + self.batch_size]
+                phi = ReadRows([self._decoded(documents[number]) for number in some])
+                told += self.model.generate([self._fitted(number) for number in some], modulation=phi)
+            return told
 
         return Control(name, answer, documents, k)
+
+    def _decoded(self, document_ids: Documents) -> list[ReadRow]:
+        keys = [key for keys in self._bank.rows_of(document_ids).values() for key in keys]
+        return [ReadRow(row, 0.0) for row in self.model.decode_all(self._bank.codes(keys))]
 
 
 class AmortizedControls(Controls):

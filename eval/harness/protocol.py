@@ -203,7 +203,7 @@ class _Table:
             prompt = Prompt(question, fitted.contexts, moment, times_used)
             self._fitted[prompt] = fitted
             write = partial(self.engine.model.fit_to_window, question, overflow="truncate")
-            self._with_memory[prompt] = self.engine.fit(row, write, as_of=moment, retriever=retriever)
+            self._with_memory[prompt] = self.engine.fit(row, write, as_of=moment)
             queries.append(_Query(prompt, tuple(hit.document_id for hit in row), fitted.truncated))
         return queries
 

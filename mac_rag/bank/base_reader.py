@@ -161,7 +161,7 @@ class Reader(ABC):
         *,
         ids: Sequence[Sequence[int]] | None = None,
         mass: bool = False,
-        read: Sequence[Sequence[tuple[str, float]]] | None = None,
+        read: Sequence[Sequence[str]] | None = None,
     ) -> Aggregated:
         """Aggregates the bank for each question (equation 1).
 
@@ -172,8 +172,8 @@ class Reader(ABC):
             allowed: ids of the documents that may have any influence; None for all.
             ids: token ids of each question for the input encoder, where they are known.
             mass: True computes the attention mass in the same pass.
-            read: for each question the documents that it sees, as `apart` gives them, in place of all; if there are
-                none, it sees all. Only a reader that gives some takes them.
+            read: for each question the documents that a retriever has found, as `apart` gives them: they count more.
+                Only a reader that gives some takes them.
 
         Raises:
             BankError: when the bank is empty or none of its documents is allowed.
@@ -192,19 +192,16 @@ class Reader(ABC):
             BankError: see `aggregate`.
         """
 
-    def apart(
-        self, hits: Sequence[Hit], allowed: Container[str] | None = None, *, scored: bool = False
-    ) -> tuple[list[tuple[str, float]], list[Hit]]:
+    def apart(self, hits: Sequence[Hit], allowed: Container[str] | None = None) -> tuple[list[str], list[Hit]]:
         """Divides retrieved documents into those that are read from the bank and those that stand in the prompt.
 
         Args:
             hits: the documents, the best first; the id of one that is only known by its text is empty. Such a text may
                 be several documents with blank lines between them.
             allowed: ids of the documents that may be read from the bank; None for all.
-            scored: True if their scores are those of BM25; of others, only the order counts.
 
         Returns:
-            Id and bias of the first ones, which `aggregate` takes; and the others: by default all.
+            Ids of the first ones, which `aggregate` takes; and the others: by default all.
         """
         return [], list(hits)
 
@@ -305,7 +302,7 @@ class NetworkReader(Reader):
         *,
         ids: Sequence[Sequence[int]] | None = None,
         mass: bool = False,
-        read: Sequence[Sequence[tuple[str, float]]] | None = None,
+        read: Sequence[Sequence[str]] | None = None,
     ) -> Aggregated:
         known_ids = {} if ids is None else dict(zip(questions, ids, strict=True))
         if mass:

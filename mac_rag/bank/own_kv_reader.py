@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections import OrderedDict
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -14,10 +14,10 @@ from torch.nn import functional
 
 from mac_rag.bank.bank import Contents
 from mac_rag.bank.base_reader import Aggregated, Reader, share_odds
-from mac_rag.bank.database import PART_BITS
 from mac_rag.bank.directory import followed
 from mac_rag.bank.interface import BankContents
 from mac_rag.config import AttentionConfig
+from mac_rag.data.dates import years_in
 from mac_rag.data.types import Document
 from mac_rag.errors import ConfigError
 from mac_rag.model import OwnKVModel, ReadRow, ReadRows
@@ -28,13 +28,16 @@ from mac_rag.retrieval.dense import Encoder, check_finite
 _ALIKE = 8  # documents among which one with the same text is looked for
 _BLANK_LINE = re.compile(r"\n\s*\n\s*")
 _CANDIDATES = 64  # documents that the prior finds for a question; a budget of tokens rarely holds as many
-# Of what another retriever than BM25 has found, only the order says how probable a document is: the bias is this
-# number times the logarithm of the rank.
-_RANK_WEIGHT = 2.0
+# What a retriever has found first is at most so many nats less probable than the document that the prior ranks first,
+# and what it has found later this number times the logarithm of the rank less.
+_FOUND_FIRST, _RANK_WEIGHT = -2.0, 2.0
 # The cosine of a row's nearer half counts as much as this number in a BM25 score. For 1,500 validation questions of
 # SQuAD among 1,170 paragraphs, the right one then comes first for 84.1 % (83.2 with 25), with one vector of the whole
 # row for 82.3 % at most, and by BM25 alone for 77.3 %. More parts of a row than two add no more than 0.4.
 _SENTENCE_WEIGHT = 35.0
+# How much a document adds to its score that names the first year of a question, and over how many years before it this
+# falls to 1/e; fitted on the training pages of Time-Sensitive QA.
+_YEAR_WEIGHT, _YEAR_DECAY = 12.0, 2.7
 _QUESTIONS = 256  # questions whose vectors are kept
 
 
@@ -67,7 +70,7 @@ class OwnKVReader(Reader):
         self._sentences = None if model.sentences is None else SentenceKeys(model.sentences, bank)
         self._kept: OrderedDict[int, Tensor] = OrderedDict()  # by key of a row: its decoded keys and values
         self._row_keys = bank.row_keys
-        self._scores: OrderedDict[tuple[int, str], list[float]] = OrderedDict()
+        self._scores: OrderedDict[tuple[int, str, bool], list[float]] = OrderedDict()
 
     def follow(self, bank: BankContents) -> None:
         assert isinstance(bank, Contents)
@@ -97,19 +100,15 @@ class OwnKVReader(Reader):
         *,
         ids: Sequence[Sequence[int]] | None = None,
         mass: bool = False,
-        read: Sequence[Sequence[tuple[str, float]]] | None = None,
+        read: Sequence[Sequence[str]] | None = None,
     ) -> Aggregated:
         self._visible(allowed)  # raises for an empty bank, and if nothing is allowed
-        seen = [list(documents) for documents in read or [()] * len(questions)]
-        unknown = [place for place, documents in enumerate(seen) if not documents]
-        if unknown:
-            found = self._probable([questions[place] for place in unknown], allowed)
-            for place, scores in zip(unknown, found, strict=True):
-                seen[place] = [(name, self.model.config.bias_scale * score) for name, score in scores.items()]
-        candidates = [list(self._candidates(*each)) for each in zip(questions, seen, strict=True)]
-        # Of documents that somebody has chosen, none is left out for want of room: they are not in the prompt either.
-        wanted = [0 if place in unknown else _one_row_each(rows) for place, rows in enumerate(candidates)]
-        chosen = [self.model.chosen(rows, wanted=room) for rows, room in zip(candidates, wanted, strict=True)]
+        retrieved = read or [()] * len(questions)
+        biases = map(self._biases, self._probable(questions, allowed), retrieved)
+        candidates = [list(self._candidates(*each)) for each in zip(questions, biases, strict=True)]
+        # Of documents that a retriever has found, none is left out for want of room: they are not in the prompt either.
+        wanted = [self._best_rows(*each) for each in zip(candidates, retrieved, strict=True)]
+        chosen = [self.model.chosen(*each) for each in zip(candidates, wanted, strict=True)]
         decoded = self._decoded([key for rows in chosen for key, _ in rows])
         phi = ReadRows([[ReadRow(decoded[key], bias) for key, bias in rows] for rows in chosen])
         unseen = [_unseen(*each) for each in zip(candidates, chosen, strict=True)]
@@ -126,18 +125,16 @@ class OwnKVReader(Reader):
                 row[0], row[1] = found.max(), share_odds(share) if len(found) > 1 else 0.0
         return best
 
-    def apart(
-        self, hits: Sequence[Hit], allowed: Container[str] | None = None, *, scored: bool = False
-    ) -> tuple[list[tuple[str, float]], list[Hit]]:
+    def apart(self, hits: Sequence[Hit], allowed: Container[str] | None = None) -> tuple[list[str], list[Hit]]:
         parts = [part for hit in hits for part in ([hit] if hit.document_id else self._parts(hit, allowed))]
-        read: dict[str, float] = {}
+        read: dict[str, None] = {}
         others = []
-        for part, (name, bias) in zip(parts, self._biased(parts, scored), strict=True):
-            if (allowed is None or name in allowed) and self._holds(part):
-                read.setdefault(name, bias)
+        for part in parts:
+            if (allowed is None or part.document_id in allowed) and self._holds(part):
+                read[part.document_id] = None
             else:
                 others.append(part)
-        return list(read.items()), others
+        return list(read), others
 
     def text_of(self, document_id: str) -> str | None:
         kept = super().text_of(document_id)
@@ -183,56 +180,80 @@ class OwnKVReader(Reader):
             return [hit]
         return [*parts, replace(hit, text=text[done:].strip())] if done < len(text) else parts
 
-    def _biased(self, hits: Sequence[Hit], scored: bool) -> list[tuple[str, float]]:
-        """Id and bias of retrieved documents."""
-        scale = self.model.config.bias_scale
-        return [
-            (hit.document_id, scale * hit.score if scored else -_RANK_WEIGHT * math.log(rank))
-            for rank, hit in enumerate(hits, 1)
-        ]
+    def _biases(self, scores: Mapping[str, float], retrieved: Sequence[str]) -> dict[str, float]:
+        """The bias of each document that the prior or a retriever has found."""
+        biases = {name: self.model.config.bias_scale * score for name, score in scores.items()}
+        best = max(biases.values(), default=0.0)
+        for rank, name in enumerate(retrieved, 1):
+            least = best + _FOUND_FIRST - _RANK_WEIGHT * math.log(rank)
+            biases[name] = max(biases.get(name, least), least)
+        return biases
 
     def _probable(self, questions: Sequence[str], allowed: Container[str] | None) -> list[dict[str, float]]:
         """The documents that the prior finds for each question, and their scores."""
         hits = self._prior.retrieve(questions, _CANDIDATES, allowed=allowed)
         found = [{hit.document_id: hit.score for hit in own} for own in hits]
-        if self._sentences is None:
-            return found
-        nearest = self._sentences.nearest(questions, _CANDIDATES, allowed)
+        if self._sentences is not None:
+            found = self._with_sentences(self._sentences, questions, found, allowed)
+        for question, scores in zip(questions, found, strict=True):
+            if self.model.use_years and years_in(question):
+                texts = [document.text for document in self._prior.documents(list(scores))]
+                for name, more in zip(scores, _of_year(question, texts), strict=True):
+                    scores[name] += more
+        return found
+
+    def _with_sentences(
+        self,
+        sentences: SentenceKeys,
+        questions: Sequence[str],
+        found: Sequence[Mapping[str, float]],
+        allowed: Container[str] | None,
+    ) -> list[dict[str, float]]:
+        """The documents that BM25 and the sentence encoder find for each question, and the scores of both together."""
+        nearest = sentences.nearest(questions, _CANDIDATES, allowed)
         named = self.bank.documents_of([key for keys in nearest for key in keys])
         both = [{*own, *(named[key] for key in keys)} for own, keys in zip(found, nearest, strict=True)]
         names = sorted(set().union(*both))
         rows, words = self.bank.rows_of(names), self._prior.scores(questions, names, allowed=allowed)
         return [
             {
-                name: score + _SENTENCE_WEIGHT * max(self._sentences.cosines(question, rows[name]))
+                name: score + _SENTENCE_WEIGHT * max(sentences.cosines(question, rows[name]))
                 for name, score in zip(names, scores, strict=True)
                 if name in own and name in rows
             }
             for question, own, scores in zip(questions, both, words, strict=True)
         ]
 
-    def _candidates(self, question: str, documents: Sequence[tuple[str, float]]) -> Iterator[tuple[int, float, int]]:
+    def _candidates(self, question: str, biases: Mapping[str, float]) -> Iterator[tuple[int, float, int]]:
         """Key, bias and number of tokens of each row of some documents."""
-        rows = self.bank.rows_of([name for name, _ in documents])
+        rows = self.bank.rows_of(list(biases))
         keys = [key for own in rows.values() for key in own]
         tokens = dict(zip(keys, self.bank.token_counts(keys), strict=True))
-        for name, bias in documents:
+        for name, bias in biases.items():
             own = rows.get(name, [])
             lower = self._below_best(question, name, own) if len(own) > 1 else [0.0]
             for key, less in zip(own, lower):
                 yield key, bias - self.model.config.bias_scale * less, tokens[key]
 
+    def _best_rows(self, candidates: Sequence[tuple[int, float, int]], names: Sequence[str]) -> set[int]:
+        """Of some documents the key of the best row each."""
+        bias = {key: of_row for key, of_row, _ in candidates}
+        return {max(keys, key=bias.__getitem__) for keys in self.bank.rows_of(names).values()}
+
     def _below_best(self, question: str, name: str, keys: Sequence[int]) -> list[float]:
         """For each row of a long document, by how much the prior scores it lower than the best of them."""
-        known = keys[0], question
+        known = keys[0], question, self.model.use_years
         if known not in self._scores:
             [document] = self._prior.documents([name])
+            texts = self.model.chunks(document.text)
             parts = BM25Retriever()
-            parts.add([Document(str(place), text) for place, text in enumerate(self.model.chunks(document.text))])
+            parts.add([Document(str(place), text) for place, text in enumerate(texts)])
             [scores] = parts.scores([question], [str(place) for place in range(len(parts))])
             if self._sentences is not None:
                 cosines = self._sentences.cosines(question, keys)
                 scores = [score + _SENTENCE_WEIGHT * cosine for score, cosine in zip(scores, cosines, strict=True)]
+            if self.model.use_years:
+                scores = [score + more for score, more in zip(scores, _of_year(question, texts), strict=True)]
             self._scores[known] = [max(scores) - score for score in scores]
             while len(self._scores) > 10 * _CANDIDATES:
                 self._scores.popitem(last=False)
@@ -261,10 +282,18 @@ class OwnKVReader(Reader):
         return mass
 
 
-def _one_row_each(candidates: Sequence[tuple[int, float, int]]) -> int:
-    """Tokens of the best row of each entry."""
-    best = {key >> PART_BITS: tokens for key, _, tokens in sorted(candidates, key=lambda row: row[1])}
-    return sum(best.values())
+def _of_year(question: str, texts: Sequence[str]) -> list[float]:
+    """What the first year that a question names adds to the score of each text: 0 without one.
+
+    "In 2001 he moved to Porto" answers "Which team did he play for in 2003?", so it is the more, the nearer the last
+    year up to then is that a text names.
+    """
+    asked = years_in(question)[:1]
+    scores = []
+    for text in texts:
+        gaps = [year - first for first in asked for year in years_in(text) if year <= first]
+        scores.append(_YEAR_WEIGHT * math.exp(max(gaps) / _YEAR_DECAY) if gaps else 0.0)
+    return scores
 
 
 def _unseen(candidates: Sequence[tuple[int, float, int]], chosen: Sequence[tuple[int, float]]) -> float:

@@ -51,7 +51,7 @@ _ZONES = {"UT": 0, "WET": 0, "WEST": 1, "CET": 1, "CEST": 2, "EET": 2, "EEST": 3
 }  # fmt: skip
 _MAIL_ZONES = {"EST": -5, "EDT": -4, "CST": -6, "CDT": -5, "MST": -7, "MDT": -6, "PST": -8, "PDT": -7}
 _MAIL = re.compile(r"(?:[A-Z][a-z]{2}, )?\d{1,2} [A-Z][a-z]{2} \d{4} \d\d:\d\d")
-_NAMED_YEAR = re.compile(r"(?<![\w.,$£€-])(?:1\d{3}|20\d{2})(?![\w-]|[.,]\d)")  # in a question, not part of a number
+_NAMED_YEAR = re.compile(r"(?<![\w.,$£€-])(?:1\d{3}|20\d{2})(?![\w-]|[.,]\d)")  # not part of a number
 # The parser takes missing fields from a default date. Parsing with two defaults shows which fields are missing.
 _FIRST, _SECOND = datetime(1, 1, 1), datetime(2, 2, 2)
 
@@ -122,8 +122,18 @@ def named_in(question: str) -> int | None:
         >>> named_in("Now: who leads it?") is None
         True
     """
-    years = [int(year) for year in _NAMED_YEAR.findall(question)]
+    years = years_in(question)
     return moment_of(max(years) + 1) - 1 if years else None
+
+
+def years_in(text: str) -> list[int]:
+    """The years that a text names, in its order: numbers from 1000 to 2099 that stand alone.
+
+    Examples:
+        >>> years_in("Of the 1200 in 1998, and $1500 more, 3 were left in 1999.")
+        [1200, 1998, 1999]
+    """
+    return [int(year) for year in _NAMED_YEAR.findall(text)]
 
 
 def written(moment: int) -> str:

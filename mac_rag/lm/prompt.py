@@ -33,7 +33,7 @@ class FittedPrompt:
         truncated: True if documents were cut or left out to fit the window.
         question_ids: token ids of the question for the input encoder; empty if no memory is involved.
         after_memory: token ids after a memory that holds the beginning of the prompt; empty if no memory does.
-        read: documents that the memory reads in place of their texts: id, and the bias on their attention logits.
+        read: ids of the documents that the memory reads in place of their texts, the best first.
     """
 
     question: str
@@ -42,7 +42,7 @@ class FittedPrompt:
     truncated: bool = False
     question_ids: tuple[int, ...] = ()
     after_memory: tuple[int, ...] = ()
-    read: tuple[tuple[str, float], ...] = ()
+    read: tuple[str, ...] = ()
 
 
 class PromptEncoder:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Self
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from mac_rag.config import CUTOFFS, MACConfig
 from mac_rag.data.dates import LAST, named_in
@@ -23,7 +23,7 @@ from mac_rag.lm.devices import DeviceMap, require_weights
 from mac_rag.lm.loading import keep_gradients
 from mac_rag.lm.lora_tuning import make_trainable
 from mac_rag.model import checkpoint
-from mac_rag.model.base import BATCH_TOKENS, MACModel, ModelConfig, Phi, log_odds_of_answering
+from mac_rag.model.base import BATCH_TOKENS, MACModel, ModelConfig, Phi, log_odds_of_answering, switched_off
 from mac_rag.model.factory import (
     make_hashed_bm25,
     make_modulation_network,
@@ -373,11 +373,11 @@ class AmortizedModel(MACModel, kind=checkpoint.AMORTIZED, config_class=MACConfig
 
     def without_document_prior(self) -> AbstractContextManager[None]:
         """A context in which attention ignores the document prior, to measure the prior's effect."""
-        return _switched_off(self.aggregation, "use_prior")
+        return switched_off(self.aggregation, "use_prior")
 
     def without_recency(self) -> AbstractContextManager[None]:
         """A context in which the document prior ignores dates, to measure the recency term's effect."""
-        return _switched_off(self.aggregation, "use_recency")
+        return switched_off(self.aggregation, "use_recency")
 
     @property
     def knows_times(self) -> bool:
@@ -388,7 +388,7 @@ class AmortizedModel(MACModel, kind=checkpoint.AMORTIZED, config_class=MACConfig
     def without_times(self) -> Iterator[None]:
         """A context without the recency term in which a question's years are words like any other."""
         years = self.input_encoder.network.years
-        with self.without_recency(), nullcontext() if years is None else _switched_off(years, "use_years"):
+        with self.without_recency(), nullcontext() if years is None else switched_off(years, "use_years"):
             yield
 
     @property
@@ -462,13 +462,3 @@ def fingerprint_fields(config: MACConfig) -> str:
         include={"tokens": True, "hashed_bm25": True, "aggregation": True, "modulation": {"attention_sink"}},
         exclude={"hashed_bm25": {"years": {"weight"}}, "aggregation": {"recency", *CUTOFFS}},
     )
-
-
-@contextmanager
-def _switched_off(network: nn.Module, switch: str) -> Iterator[None]:
-    before = getattr(network, switch)
-    setattr(network, switch, False)
-    try:
-        yield
-    finally:
-        setattr(network, switch, before)

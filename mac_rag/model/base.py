@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from itertools import takewhile
@@ -664,3 +664,14 @@ def check_each(texts: Sequence[str], kind: str) -> None:
         fault = fault_of(text)
         if fault is not None:
             raise DocumentError(f"{kind} {number} of {len(texts)} in the prompt: {fault} (it begins {shown(text)})")
+
+
+@contextmanager
+def switched_off(network: nn.Module, switch: str) -> Iterator[None]:
+    """A context in which an attribute of a network is False."""
+    before = getattr(network, switch)
+    setattr(network, switch, False)
+    try:
+        yield
+    finally:
+        setattr(network, switch, before)

@@ -18,7 +18,7 @@ import dataclasses
 import hashlib
 import json
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -46,7 +46,7 @@ from mac_rag.lm.devices import DeviceMap, default_device
 from mac_rag.lm.loading import load_causal_lm
 from mac_rag.lm.prompt import FittedPrompt
 from mac_rag.model import checkpoint
-from mac_rag.model.base import MACModel, ModelConfig, check_each
+from mac_rag.model.base import MACModel, ModelConfig, check_each, switched_off
 from mac_rag.model.factory import with_exact_revision
 from mac_rag.model.text_encoder import split
 from mac_rag.nn.block_prefix import BlockPrefix
@@ -153,6 +153,7 @@ class OwnKVModel(MACModel, kind="own-kv", config_class=OwnKVConfig):
         # Around each pass that reads documents: the LM that does so also answers, and its attention cannot do both at
         # once. An engine gives its queue's.
         self.turn: Callable[[], AbstractContextManager[object]] = nullcontext
+        self.use_years = True
         self.codec = codec
         self._adapter = adapter
         self.blocks = BlockPrompt(base_lm.tokenizer, config.turn, config.prompt.system)
@@ -353,6 +354,13 @@ class OwnKVModel(MACModel, kind="own-kv", config_class=OwnKVConfig):
         return hashlib.sha256(
             (self.fingerprint + self.config.model_dump_json(exclude={"languages"})).encode()
         ).hexdigest()
+
+    @property
+    def knows_times(self) -> bool:
+        return True
+
+    def without_times(self) -> AbstractContextManager[None]:
+        return switched_off(self, "use_years")
 
     # Documents to rows
 
@@ -615,21 +623,23 @@ class OwnKVModel(MACModel, kind="own-kv", config_class=OwnKVConfig):
         size = self.config.bytes_per_token or self.raw_bytes
         return Kept(nothing, after_text, memory, documents, size, self.raw_bytes)
 
-    def chosen(self, candidates: Iterable[tuple[int, float, int]], *, wanted: int = 0) -> list[tuple[int, float]]:
+    def chosen(
+        self, candidates: Iterable[tuple[int, float, int]], wanted: Container[int] = ()
+    ) -> list[tuple[int, float]]:
         """The rows that a question sees: the best ones within a number of tokens, with their biases.
 
         Args:
             candidates: key, bias and number of tokens of each row, in any order.
-            wanted: the number of tokens, if it is more than `memory_tokens`.
+            wanted: keys of rows that are seen even if there is no room for them.
         """
         best = sorted(candidates, key=lambda row: -row[1])
         rows: list[tuple[int, float]] = []
-        left = max(self.config.memory_tokens, wanted)
+        left = self.config.memory_tokens
         for key, bias, tokens in best:
             relative = bias - best[0][1]
             if relative < _LEAST_BIAS:
                 break
-            if tokens <= left or not rows:
+            if tokens <= left or not rows or key in wanted:
                 rows.append((key, relative))
                 left -= tokens
         return rows

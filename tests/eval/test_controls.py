@@ -15,7 +15,7 @@ from mac_rag.config import AggregationConfig
 from mac_rag.data.newswire.generate import generate
 from mac_rag.engine import MACEngine
 from mac_rag.lm.prompt import FittedPrompt
-from mac_rag.model import MACModel
+from mac_rag.model import MACModel, ReadRow, ReadRows
 from tests.eval.helpers import Command
 from tests.helpers import mac_config, own_kv
 
@@ -110,8 +110,9 @@ def test_controls_of_own_keys_and_values_read_the_rows_that_their_names_say(
     def from_rows(documents: list[list[str]]) -> list[str]:
         told = []
         for question, some in zip(asked, documents):
-            prompt = replace(model.fit_to_window(question), read=tuple((name, 0.0) for name in some))
-            told += [answer.text for answer in engine.answer([prompt])]
+            rows = [model.amortize_rows([model.plan(TEXTS[name])[0]])[0] for name in some]
+            phi = ReadRows([[ReadRow(model.decode(row), 0.0) for row in rows]])
+            told += model.generate([question], modulation=phi)
         return told
 
     assert answers["memory, scores off"] == from_rows([list(some) for some in read])
