@@ -70,6 +70,7 @@ _MOST_TOKENS = 24_000
 _BATCH_TOKENS = 2048  # tokens of documents that the LM reads at a time
 _SPARE = 8  # tokens that a row may have beyond the limit, because text is tokenized again with a space before it
 _LEAST_BIAS = -12.0  # below it, a document's share of attention is less than rounding shows
+_MEASURED = 64  # documents with which the codec learns what errors cost
 _CONTINUED = 64  # most tokens of a continuation that is measured
 _GATE = "The harbour of Orsena was opened in 1926 by Luca Ferri. It has nine quays and a lighthouse of red brick."
 
@@ -249,10 +250,31 @@ class OwnKVModel(MACModel, kind="own-kv", config_class=OwnKVConfig):
                 f"{count:,}",
                 f"{_FEW_TOKENS:,}",
             )
+        sensitivity = self._sensitivity(chosen, progress)
         with progress_bar("read", len(chosen), disable=not progress) as bar:
-            codec.fit([made._unrotated(part) for part in self._read(chosen, bar.advance)])
+            codec.fit([made._unrotated(part) for part in self._read(chosen, bar.advance)], sensitivity)
         codec.compact(bytes_per_token)
         return made
+
+    def _sensitivity(self, rows: Sequence[Sequence[int]], progress: bool) -> Tensor:
+        """What a squared error in the memory of documents costs, `[layers, 2, kv_heads]`; see `KVCodec.fit`.
+
+        The loss is that of how documents go on after the memory of their first halves.
+        """
+        layers, _, kv_heads, _, _ = self.opening.shape
+        squares = torch.zeros(layers, 2, kv_heads, dtype=torch.float64)
+        halved = [(ids[: len(ids) // 2], ids[len(ids) // 2 :][:_CONTINUED]) for ids in rows if len(ids) > 3]
+        measured = halved[:: max(1, len(halved) // _MEASURED)][:_MEASURED]
+        with progress_bar("weigh", len(measured), disable=not progress) as bar:
+            for before, (first, *rest) in measured:
+                [row] = self._read([before])
+                row = row.detach().requires_grad_()
+                phi = BlockPrefix(self.opening, [[row]], [[0.0]])
+                [losses] = self.base_lm.token_losses([[first]], [rest], phi)
+                [gradient] = torch.autograd.grad(losses.sum(), row)
+                squares += gradient.double().square().sum((3, 4)).cpu()
+                bar.advance()
+        return squares if measured else torch.ones_like(squares)
 
     @cached_property
     def sentences(self) -> Encoder | None:

@@ -1,9 +1,12 @@
-"""The codec of an LM's own keys and values: centred and scaled, a PCA over groups of layers, a few bits a component.
+"""The codec of an LM's own keys and values: centred and weighted, a PCA over groups of layers, a few bits a component.
 
 A token's keys (before rotation) and values in all layers are thousands of correlated numbers. The codec projects those
 of a group of neighbouring layers onto their principal components, and gives each component 0, 1, 2, 4 or 8 bits
 according to its eigenvalue: reverse water-filling (Cover and Thomas, *Elements of Information Theory*, section 10.3),
 as KVTC does for the caches of large LMs. Every token takes the same number of bytes.
+
+The same error in one layer costs a thousand times as much as in another, so numbers are weighted by what their errors
+cost: the mean squared gradient of the LM's loss, head by head, a diagonal Fisher information.
 
 `KVCodec` is the fast path. `quantized` is the plain one, component by component in float64; a test compares the two.
 """
@@ -34,7 +37,7 @@ QUANTIZERS = {
 _UPGRADES = ((0, 1), (1, 2), (2, 4), (4, 8))
 _LARGEST_WIDTH = 4096  # numbers of a group; eigenvectors of more take minutes
 _AT_ONCE = 2048  # tokens
-_LOWEST_SCALE = 1e-6  # for heads whose numbers are the same for every token
+_LOWEST_COST = 1e-6  # of errors in a head, as a share of the mean of all heads
 
 
 class Allocation(NamedTuple):
@@ -60,7 +63,7 @@ class KVCodec(nn.Module):
     Examples:
         >>> keys_values = torch.randn(2, 2, 1, 500, 4)  # 2 layers, 1 head of 4: 16 numbers a token
         >>> codec = KVCodec(layers=2, kv_heads=1, head_width=4, group=1)
-        >>> codec.fit([keys_values])
+        >>> codec.fit([keys_values], torch.ones(2, 2, 1))
         >>> codes = codec.encode(keys_values, bytes_per_token=12)
         >>> codes.shape, codes.dtype, codec.decode(codes).shape
         (torch.Size([500, 12]), torch.uint8, torch.Size([2, 2, 1, 500, 4]))
@@ -74,7 +77,8 @@ class KVCodec(nn.Module):
 
     Attributes:
         mean: `[groups, W]`, mean of each of the `W = group * 2 * kv_heads * head_width` numbers.
-        scale: `[groups, W]`, one standard deviation for each layer, for keys and for values, and for each head.
+        scale: `[groups, W]`, errors of this size cost the same everywhere; one number for each layer, for keys and for
+            values, and for each head.
         basis: `[groups, W, W]`, the principal components as columns, the largest eigenvalue first.
         eigenvalues: `[groups, W]`, the variances of the components.
 
@@ -113,14 +117,16 @@ class KVCodec(nn.Module):
         """True after `fit`, or after the buffers of a fitted codec have been loaded."""
         return bool(self.scale.any())
 
-    def fit(self, keys_values: Sequence[Tensor]) -> None:
+    def fit(self, keys_values: Sequence[Tensor], sensitivity: Tensor) -> None:
         """Fits the codec to tokens; it needs many more of them than `W`.
 
         Args:
             keys_values: keys before rotation and values, `[layers, 2, kv_heads, tokens, head_width]` each.
+            sensitivity: what a squared error costs in each layer, in keys and in values, and in each head,
+                `[layers, 2, kv_heads]`: the mean squared gradient of a loss. Only ratios count.
 
         Raises:
-            ConfigError: if there are fewer than two tokens.
+            ConfigError: if there are fewer than two tokens, or a sensitivity is not finite.
         """
         count = sum(part.shape[3] for part in keys_values)
         if count < 2:
@@ -133,8 +139,11 @@ class KVCodec(nn.Module):
         for some in _batches(keys_values):
             numbers = torch.cat([self._grouped(part) for part in some], 1) - mean.float()[:, None]
             covariance += numbers.mT @ numbers / count
-        per_head = covariance.diagonal(dim1=1, dim2=2).unflatten(1, (-1, self._shape[-1])).mean(-1)
-        scale = per_head.clamp(min=_LOWEST_SCALE**2).sqrt().repeat_interleave(self._shape[-1], 1)
+        cost = sensitivity.double() / sensitivity.double().mean().clamp(min=torch.finfo(torch.float64).tiny)
+        if not cost.isfinite().all():
+            raise ConfigError("what errors of keys and values cost is not finite; load the LM in bf16 or fp32")
+        per_head = cost.clamp(min=_LOWEST_COST).rsqrt().reshape(self.groups, -1)
+        scale = per_head.repeat_interleave(self._shape[-1], 1).to(covariance)
         covariance /= scale[:, :, None] * scale[:, None, :]
         for group in range(self.groups):
             # In fp32: float64 takes three times as long and makes no difference at 8 bits a component.

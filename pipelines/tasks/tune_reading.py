@@ -39,6 +39,7 @@ _DESCRIPTION, _LARGEST_DESCRIPTION = "reading.json", 1 << 16
 _READ_AT_ONCE = 8  # documents
 _VALIDATED, _VALIDATED_AT_ONCE = 100, 20  # questions: of each validation, from all over its split; of a batch
 _ANSWER_TOKENS = 16
+_WEIGHED = 50  # packs from which the codec learns what errors cost
 _FITTED_ON = 100  # training documents that the codec is fitted on, at the start and at each validation
 # At the start: what a document's score, relative to the best of its pack, is multiplied by before it is added to the
 # attention logits of its tokens.
@@ -243,15 +244,26 @@ class TuneReadingTask(Task):
         if self.codec is not None and not self.codec.fitted:
             self._fit_codec()
 
-    @torch.no_grad()
     def _fit_codec(self) -> None:
         """Fits the codec to training documents as the LM reads them now."""
         assert self.codec is not None
         documents = self._training.data.documents
         every = max(1, len(documents) // _FITTED_ON)
         with self._half_precision():
-            read = [part for _, part in self._read(documents[::every])]
-        self.codec.fit([part.documents for part in read])
+            with torch.no_grad():
+                read = [part for _, part in self._read(documents[::every])]
+            sensitivity = sum(self._sensitivity(pack) for pack in self.batch(0, 0, _WEIGHED))
+        self.codec.fit([part.documents for part in read], torch.as_tensor(sensitivity))
+
+    def _sensitivity(self, pack: EncodedPack) -> Tensor:
+        """What a squared error of the documents costs in a pack; see `KVCodec.fit`."""
+        with torch.no_grad():
+            read = self._blocks.read(pack.documents)
+        numbers = read.documents.requires_grad_()
+        with torch.enable_grad():  # validation has none
+            logits = self._blocks.answer_logits(read, pack.questions, self.bias_scale.detach() * pack.bias)
+            [gradient] = torch.autograd.grad(self._loss(pack, logits), numbers)
+        return gradient.double().square().sum((3, 4))
 
     def _read(self, documents: Sequence[Document]) -> Iterator[tuple[Sequence[Document], DocumentsKV]]:
         """Batches of documents, each read after the opening."""

@@ -196,7 +196,7 @@ def test_gradients_reach_the_lm_and_the_bias_through_the_codec(model_folder: Fol
     layers, kv_heads, head_width = blocks.shape
     codec = KVCodec(layers=layers, kv_heads=kv_heads, head_width=head_width, group=1)
     with torch.no_grad():
-        codec.fit([blocks.read(DOCUMENTS).documents])
+        codec.fit([blocks.read(DOCUMENTS).documents], torch.ones(layers, 2, kv_heads))
     bias = BIAS.clone().requires_grad_()
     blocks.answer_loss(blocks.read(DOCUMENTS).coded(codec, 16), QUESTIONS, bias).backward()
     assert bias.grad is not None

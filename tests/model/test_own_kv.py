@@ -164,7 +164,7 @@ class TestCodec:
             assert codes.shape[1] == coded.config.bytes_per_token
             errors.append(float((coded._losses(prompt, answer, read(coded, TEXTS[:1]))[0] - exact).abs().mean()))
         assert errors[0] > errors[1] > errors[2]
-        assert errors[2] < 0.05 * errors[0]
+        assert errors[2] < 0.1 * errors[0]
 
     def test_few_tokens_are_warned_of(self, model_folder: Folder, caplog: pytest.LogCaptureFixture) -> None:
         own_kv(model_folder("instruct"), TEXTS[:3], compression=4)
@@ -436,3 +436,27 @@ def test_what_the_memory_keeps_is_measured(coded: OwnKVModel) -> None:
     assert raw.kept(TEXTS[:5]).memory == pytest.approx(kept.text, abs=1e-4)
     with pytest.raises(ConfigError, match="no document has 16 tokens"):
         coded.kept(["Too short."])
+
+
+def test_errors_cost_what_differences_of_the_loss_say(model_folder: Folder) -> None:
+    """The squared gradient of how a text goes on, against central differences of each number of two heads."""
+    model = own_kv(model_folder("llama"))
+    ids = model.plan(TEXTS[0])[0][:12]
+    cost = model._sensitivity([ids, ids[:3]], False)
+    layers, _, kv_heads, _, _ = model.opening.shape
+    assert cost.shape == (layers, 2, kv_heads)
+    [row] = model._read([ids[:6]])
+
+    def loss(numbers: torch.Tensor) -> float:
+        phi = BlockPrefix(model.opening, [[numbers]], [[0.0]])
+        with torch.no_grad():
+            return float(model.base_lm.token_losses([ids[6:7]], [ids[7:]], phi)[0].double().sum())
+
+    for head in ((0, 0, 0), (layers - 1, 1, kv_heads - 1)):
+        total = 0.0
+        for place in range(row[head].numel()):
+            shift = torch.zeros_like(row)
+            shift[head].view(-1)[place] = 0.05
+            total += ((loss(row + shift) - loss(row - shift)) / 0.1) ** 2
+        assert float(cost[head]) == pytest.approx(total, rel=0.02)
+    assert torch.equal(model._sensitivity([ids[:3]], False), torch.ones_like(cost))

@@ -20,6 +20,11 @@ SHAPE = {"layers": 4, "kv_heads": 2, "head_width": 3, "group": 2}
 NUMBERS = 4 * 2 * 2 * 3  # of a token
 
 
+def alike(numbers: Tensor) -> Tensor:
+    """Costs with which errors of a standard deviation cost the same in all heads."""
+    return 1 / numbers.var(3, correction=0).mean(-1)
+
+
 def keys_values(tokens: int, seed: int = 0) -> Tensor:
     """Numbers that depend on each other, with means and scales of their own."""
     generator = torch.Generator().manual_seed(seed)
@@ -33,14 +38,14 @@ def keys_values(tokens: int, seed: int = 0) -> Tensor:
 @pytest.fixture(scope="module")
 def codec() -> KVCodec:
     fitted = KVCodec(**SHAPE)
-    fitted.fit([keys_values(2000)])
+    fitted.fit([keys_values(2000)], alike(keys_values(2000)))
     return fitted
 
 
 def error(codec: KVCodec, numbers: Tensor, rate: int) -> float:
-    """Mean squared error of coded numbers, each divided by its head's scale, which is what bits are shared by."""
-    difference = codec._grouped(codec.coded(numbers, rate) - numbers) / codec.scale[:, None]
-    return float(difference.square().mean())
+    """Mean squared error of coded numbers, each divided by its head's deviation, which is what bits are shared by."""
+    squares = (codec.coded(numbers, rate) - numbers).square().mean((3, 4))
+    return float((squares * alike(keys_values(2000))).mean())
 
 
 class TestQuantizer:
@@ -162,14 +167,14 @@ class TestCodes:
 class TestFit:
     def test_parts_give_what_the_whole_gives(self, codec: KVCodec) -> None:
         other = KVCodec(**SHAPE)
-        other.fit(list(keys_values(2000).split([1, 700, 1299], 3)))
+        other.fit(list(keys_values(2000).split([1, 700, 1299], 3)), alike(keys_values(2000)))
         torch.testing.assert_close(other.eigenvalues, codec.eigenvalues, rtol=1e-4, atol=1e-5)
         torch.testing.assert_close(other.mean, codec.mean)
 
     def test_a_codec_that_was_loaded_forgets_how_it_shared_bits_before(self, codec: KVCodec) -> None:
         other = KVCodec(**SHAPE)
         assert not other.fitted
-        other.fit([torch.randn(4, 2, 2, 100, 3)])
+        other.fit([torch.randn(4, 2, 2, 100, 3)], torch.ones(4, 2, 2))
         numbers = keys_values(10, seed=6)
         other.coded(numbers, 4)
         other.load_state_dict(codec.state_dict())
@@ -180,10 +185,28 @@ class TestFit:
         numbers = keys_values(300)
         numbers[0, 0] = 7.0
         fitted = KVCodec(**SHAPE)
-        fitted.fit([numbers])
+        fitted.fit([numbers], torch.ones(4, 2, 2))
         coded = fitted.coded(numbers, 16)
         assert torch.isfinite(coded).all()
         torch.testing.assert_close(coded[0, 0], numbers[0, 0])
+
+    def test_heads_whose_errors_cost_more_get_more_bits(self, codec: KVCodec) -> None:
+        numbers, cost = keys_values(500, seed=1), alike(keys_values(2000))
+        cost[2, 0] *= 1e4
+        weighted = KVCodec(**SHAPE)
+        weighted.fit([keys_values(2000)], cost)
+        before, after = ((one.coded(numbers, 6) - numbers).square().mean((3, 4)) for one in (codec, weighted))
+        assert after[2, 0].max() < before[2, 0].min() / 4
+        assert (after * cost).sum() < (before * cost).sum() / 4
+        assert after.sum() > before.sum()
+        same = KVCodec(**SHAPE)
+        same.fit([keys_values(2000)], 1e-9 * cost)
+        torch.testing.assert_close(same.coded(numbers, 6), weighted.coded(numbers, 6), rtol=1e-3, atol=1e-3)
+
+    @pytest.mark.parametrize("cost", [math.nan, math.inf])
+    def test_costs_that_are_not_finite_are_refused(self, cost: float) -> None:
+        with pytest.raises(ConfigError, match="cost is not finite"):
+            KVCodec(**SHAPE).fit([keys_values(100)], torch.full((4, 2, 2), cost))
 
     def test_groups_that_do_not_divide_the_layers_are_refused(self) -> None:
         with pytest.raises(ConfigError, match="30 layers cannot be divided into groups of 7"):
@@ -191,7 +214,7 @@ class TestFit:
 
     def test_one_token_is_too_few(self) -> None:
         with pytest.raises(ConfigError, match="1 tokens"):
-            KVCodec(**SHAPE).fit([keys_values(1)])
+            KVCodec(**SHAPE).fit([keys_values(1)], torch.ones(4, 2, 2))
 
 
 VECTOR = 8

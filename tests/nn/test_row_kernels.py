@@ -62,7 +62,7 @@ def test_codes_become_rotated_keys_and_values(
     # Variances fall quickly, so that components have 8, 4, 2, 1 and no bits.
     spread = torch.exp2(-torch.arange(40) / 6)[:, None] * torch.randn(40, numbers) + 0.01 * torch.randn(1, numbers)
     sample = (torch.randn(200, 40) @ spread + torch.randn(numbers)).T.reshape(-1, 2, kv_heads, width, 200).mT
-    codec.fit([sample])
+    codec.fit([sample], torch.ones(sample.shape[:3]))
     rate = max(1, int(share * numbers))
     turning = rotation(groups * layers, 80, width, form)
     codes = [torch.randint(0, 256, (length, rate), dtype=torch.uint8) for length in lengths]
