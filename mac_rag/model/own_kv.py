@@ -263,10 +263,10 @@ class OwnKVModel(MACModel, kind="own-kv", config_class=OwnKVConfig):
         """
         layers, _, kv_heads, _, _ = self.opening.shape
         squares = torch.zeros(layers, 2, kv_heads, dtype=torch.float64)
-        halved = [(ids[: len(ids) // 2], ids[len(ids) // 2 :][:_CONTINUED]) for ids in rows if len(ids) > 3]
-        measured = halved[:: max(1, len(halved) // _MEASURED)][:_MEASURED]
+        long = [ids for ids in rows if len(ids) > 3]
+        measured = long[:: max(1, len(long) // _MEASURED)][:_MEASURED]
         with progress_bar("weigh", len(measured), disable=not progress) as bar:
-            for before, (first, *rest) in measured:
+            for before, (first, *rest) in map(_halves, measured):
                 [row] = self._read([before])
                 row = row.detach().requires_grad_()
                 phi = BlockPrefix(self.opening, [[row]], [[0.0]])
@@ -628,10 +628,9 @@ class OwnKVModel(MACModel, kind="own-kv", config_class=OwnKVConfig):
         sums, count, documents = [0.0, 0.0, 0.0], 0, 0
         for text in texts:
             ids = self.plan(text)[0]
-            half = len(ids) // 2
-            if half < 8:
+            if len(ids) < 16:
                 continue
-            before, (first, *rest) = ids[:half], ids[half : half + _CONTINUED]
+            before, (first, *rest) = _halves(ids)
             [row] = self._read([before])
             seen = ReadRow(self.decode(self.encode(row)), 0.0)
             for place, (rows, prompt) in enumerate((([], [first]), ([], [*before, first]), ([seen], [first]))):
@@ -665,6 +664,12 @@ class OwnKVModel(MACModel, kind="own-kv", config_class=OwnKVConfig):
                 rows.append((key, relative))
                 left -= tokens
         return rows
+
+
+def _halves(ids: Sequence[int]) -> tuple[Sequence[int], Sequence[int]]:
+    """The first half of a document, and the beginning of how it goes on."""
+    half = len(ids) // 2
+    return ids[:half], ids[half : half + _CONTINUED]
 
 
 def lm_digest(lm: Any, tokenizer: Any) -> str:

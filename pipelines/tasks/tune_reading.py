@@ -252,8 +252,8 @@ class TuneReadingTask(Task):
         with self._half_precision():
             with torch.no_grad():
                 read = [part for _, part in self._read(documents[::every])]
-            sensitivity = sum(self._sensitivity(pack) for pack in self.batch(0, 0, _WEIGHED))
-        self.codec.fit([part.documents for part in read], torch.as_tensor(sensitivity))
+            sensitivity = torch.stack([self._sensitivity(pack) for pack in self.batch(0, 0, _WEIGHED)]).sum(0)
+        self.codec.fit([part.documents for part in read], sensitivity)
 
     def _sensitivity(self, pack: EncodedPack) -> Tensor:
         """What a squared error of the documents costs in a pack; see `KVCodec.fit`."""
